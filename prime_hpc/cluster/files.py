@@ -1,0 +1,48 @@
+"""Files on a shared filesystem: whole or absent, and seen despite attribute caches."""
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write `data` beside `path` and rename it into place; `durable` flushes it to disk first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    """`value` as JSON, whole or absent."""
+    write_atomic(path, json.dumps(value, indent=1).encode(), durable=durable)
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON in `path`, or None where there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def list_fresh(directory: Path) -> list[str]:
+    """Names in `directory`. Opening it anew makes an NFS or Lustre client ask the server; absent means empty."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return []
+    try:
+        return os.listdir(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,60 @@
+"""The attempt's lease: a heartbeat of the supervisor that fences off processes of an older attempt."""
+
+import threading
+import time
+from pathlib import Path
+
+from prime_hpc.cluster.files import list_fresh, read_json, write_json
+from prime_hpc.errors import InfrastructureFailure
+
+FILE = "lease.json"
+
+
+class LeaseKeeper:
+    """Held by the supervisor alone: renews the lease of its attempt until it is closed."""
+
+    def __init__(self, directory: Path, attempt: int, lease_s: float):
+        self._path = directory / FILE
+        self._attempt = attempt
+        self._period = min(lease_s / 6, 2.0)
+        self._closed = threading.Event()
+        self._renew()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._period):
+            self._renew()
+
+    def _renew(self) -> None:
+        write_json(self._path, {"attempt": self._attempt, "beat": time.time()})
+
+
+class LeaseReader:
+    """A role's view of the lease. Age is counted from when a new beat was seen, so clock skew does not matter."""
+
+    def __init__(self, directory: Path, attempt: int, lease_s: float):
+        self._directory = directory
+        self._attempt = attempt
+        self._lease_s = lease_s
+        self._beat = None
+        self._seen = time.monotonic()
+
+    def check(self) -> None:
+        """Return while this attempt holds the lease.
+
+        Raises:
+            InfrastructureFailure: a newer attempt runs, or the supervisor gave no sign for `lease_s` seconds.
+        """
+        list_fresh(self._directory)
+        lease = read_json(self._directory / FILE)
+        if lease and lease["attempt"] > self._attempt:
+            raise InfrastructureFailure(f"attempt {lease['attempt']} has taken over from attempt {self._attempt}")
+        if lease and lease["beat"] != self._beat:
+            self._beat, self._seen = lease["beat"], time.monotonic()
+        if time.monotonic() - self._seen > self._lease_s:
+            raise InfrastructureFailure(f"the supervisor gave no sign for {self._lease_s:.0f} s")

@@ -1,0 +1,61 @@
+"""Where everything of a run lies. The layout is a contract: people and scripts rely on it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.root / "rendezvous"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def batches(self) -> Path:
+        return self.rollouts / "batches"
+
+    @property
+    def journal(self) -> Path:
+        return self.rollouts / "journal.bin"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def weights_version(self, version: str) -> Path:
+        """Directory of one weight version; `version` is `lineage.step`."""
+        return self.weights / f"v{version}"
+
+    def logs(self, attempt: int) -> Path:
+        return self.root / "logs" / f"attempt_{attempt}"

@@ -1,0 +1,114 @@
+"""What every process of a run does beside its work: identity, logs, rendezvous, lease, and a clean end."""
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from prime_hpc.cluster import secrets
+from prime_hpc.cluster.files import list_fresh
+from prime_hpc.cluster.lease import LeaseReader
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.cluster.rendezvous import Rendezvous
+from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
+
+COMPLETE_MARK = "complete"
+LEAVE_GRACE_S = 10.0
+EXIT_FENCED = 75
+"""Exit code of a process that left because its attempt lost the lease."""
+
+
+class Role:
+    """One process of the plan, as its own code sees it."""
+
+    def __init__(self, plan: RunPlan, process: ProcessPlan):
+        self.plan = plan
+        self.process = process
+        self.config: RunConfig = plan.typed_config()
+        self.paths = RunPaths(Path(plan.run_dir))
+        self.rendezvous = Rendezvous(self.paths.rendezvous, process.name, plan.attempt)
+        self.secrets = secrets.load(self.paths.root)
+        self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
+        self.log = logging.getLogger(process.name)
+        self.bind_host = "127.0.0.1" if plan.nodes == 1 else "0.0.0.0"
+        """Interface to listen on: loopback unless the plan has several nodes."""
+        self.advertised_host = "127.0.0.1" if plan.nodes == 1 else socket.gethostname()
+        """What others put into an address of this process."""
+
+    @property
+    def run_complete(self) -> bool:
+        """The orchestrator (or, in SFT, trainer rank 0) has declared the run complete."""
+        return COMPLETE_MARK in list_fresh(self.paths.rendezvous)
+
+    def mark_complete(self) -> None:
+        (self.paths.rendezvous / COMPLETE_MARK).touch()
+
+    def start_watch(self, *, leave_when_complete: bool) -> None:
+        """Leave by SIGTERM when the lease is lost or, for servers, once the run is complete."""
+        threading.Thread(target=self._watch, args=(leave_when_complete,), name="watch", daemon=True).start()
+
+    def _watch(self, leave_when_complete: bool) -> None:
+        while True:
+            time.sleep(0.5)
+            try:
+                self.lease.check()
+            except InfrastructureFailure as error:
+                self.log.error("leaving: %s", error)
+                self._leave(EXIT_FENCED)
+            if leave_when_complete and self.run_complete:
+                self.log.info("the run is complete, leaving")
+                self._leave(0)
+
+    def _leave(self, code: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVE_GRACE_S)
+        os._exit(code)
+
+
+def main(run: Callable[[Role], None], *, server: bool) -> None:
+    """Entry point of a role module: `python -m prime_hpc.<role> PLAN.json --process NAME`.
+
+    `server` roles leave by themselves once the run is complete; the others end when `run` returns.
+    """
+    parser = argparse.ArgumentParser(description=sys.modules[run.__module__].__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--process", required=True)
+    args = parser.parse_args()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, datefmt="%H:%M:%S",
+                        format="%(asctime)s %(levelname)-7s %(name)s %(message)s")  # fmt: skip
+    for chatty in ("httpx", "httpcore", "openai"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    plan = load(args.plan)
+    role = Role(plan, plan.process(args.process))
+    role.rendezvous.publish("starting")
+    role.start_watch(leave_when_complete=server)
+    try:
+        run(role)
+    except KeyboardInterrupt:
+        role.rendezvous.publish("stopped")
+        sys.exit(130)
+    except Exception as raised:
+        error = first_cause(raised)
+        traceback.print_exception(error)
+        role.rendezvous.publish("failed", error=f"{type(error).__name__}: {error}")
+        role.log.error("%s: %s", type(error).__name__, error)
+        sys.exit(1)
+    role.rendezvous.publish("done")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside nested exception groups: what went wrong before everything else was cancelled."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,123 @@
+"""Checks across fields: combinations that the types allow and a run does not survive. None needs torch or a GPU."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import ConfigProblem
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
+    """Every conflict in a configuration that has passed the schema."""
+    checks = [_model, _optimizer, *((_rollouts, _sources, _sampling) if config.mode == "rl" else (_sft,))]
+    return [problem for check in checks for problem in check(config)]
+
+
+def _model(config: RunConfig) -> Iterator[ConfigProblem]:
+    path = Path(config.model.path)
+    if not config.model.path or not path.is_dir():
+        yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
+        return
+    model = _read_json(path / "config.json")
+    if model is None:
+        yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
+        return
+    limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
+    if limit and config.seq_len > limit:
+        yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the longest sequence of {config.model.path}")
+    yield from _tokenizer(config)
+
+
+def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
+    key = "model.tokenizer" if config.model.tokenizer else "model.path"
+    path = Path(config.model.tokenizer or config.model.path)
+    tokenizer = _read_json(path / "tokenizer_config.json")
+    if tokenizer is None:
+        yield ConfigProblem(key, str(path), "a directory with a tokenizer (tokenizer_config.json)")
+    elif not tokenizer.get("chat_template") and not (path / "chat_template.jinja").exists():
+        yield ConfigProblem(key, str(path), "a tokenizer with a chat template (chat_template.jinja)")
+
+
+def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
+    optimizer = config.optimizer
+    if optimizer.warmup_steps + optimizer.decay_steps > config.max_steps:
+        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps,
+                            f"warm-up and decay of at most max_steps = {config.max_steps} steps together")  # fmt: skip
+    if optimizer.schedule == "linear" and not optimizer.warmup_steps + optimizer.decay_steps:
+        yield ConfigProblem("optimizer.decay_steps", 0, "warm-up or decay steps for the linear schedule")
+    if optimizer.min_lr > optimizer.lr:
+        yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"at most optimizer.lr = {optimizer.lr}")
+
+
+def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
+    orchestrator = config.orchestrator
+    if orchestrator.group_size == 1:
+        yield ConfigProblem("orchestrator.group_size", 1,
+                            f"at least 2: algorithm={config.algorithm.name} compares the rollouts of a group")  # fmt: skip
+    if orchestrator.batch_size % orchestrator.group_size:
+        yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
+                            f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
+        yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
+                            f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    if config.loss.name == "custom" and not config.loss.import_path:
+        yield ConfigProblem("loss.import_path", None, "`module.function` for loss=custom")
+    row = config.trainer.micro_batch_tokens
+    if row is not None and row < config.seq_len:
+        yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
+
+
+def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
+    if not config.env.train:
+        yield ConfigProblem("env.train", [], "at least one training source")
+    seen: dict[str, str] = {}
+    for key, source in _all_sources(config):
+        name = source_name(source)
+        if name in ("all", "agg"):
+            yield ConfigProblem(f"{key}.name", name, "another name: this one stands for all sources in metrics")
+        if name in seen:
+            yield ConfigProblem(f"{key}.name", name, f"a name of its own; {seen[name]} has it already")
+        seen.setdefault(name, key)
+
+
+def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
+    for i, source in enumerate(config.env.train):
+        sampling = source.sampling
+        if sampling.temperature == 0:
+            yield ConfigProblem(f"env.train.{i}.sampling.temperature", 0, "more than 0: a policy gradient needs sampling")
+        if sampling.max_tokens and sampling.max_tokens >= config.seq_len:
+            yield ConfigProblem(f"env.train.{i}.sampling.max_tokens", sampling.max_tokens,
+                                f"less than seq_len = {config.seq_len}, which holds the prompt too")  # fmt: skip
+
+
+def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
+    sft = config.trainer.sft
+    if not sft.data or not Path(sft.data).is_file():
+        yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
+    if sft.batch_size % config.trainer.ranks:
+        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
+                            f"a multiple of trainer.ranks = {config.trainer.ranks}")  # fmt: skip
+    if sft.probe.stop_at is not None and not sft.probe.every:
+        yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def source_name(source: SourceConfig) -> str:
+    """The name of a source in metrics and process names."""
+    return source.name or source.id.rpartition(".")[2]
+
+
+def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:
+    train = [(f"env.train.{i}", s) for i, s in enumerate(config.env.train)]
+    return train + [(f"env.eval.sources.{i}", s) for i, s in enumerate(config.env.eval.sources)]
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

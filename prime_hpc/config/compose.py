@@ -1,0 +1,127 @@
+"""Hydra's side of the configuration: where `conf/` lies, tolerant overrides, and the origin of every value."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from prime_hpc.errors import ConfigProblem, nearest_name
+
+GROUPS = ("experiment", "model", "algorithm", "loss", "optimizer", "env", "inference", "orchestrator", "trainer",
+          "cluster", "launcher")  # fmt: skip
+PRIMARY = "run"
+
+
+def conf_dir() -> Path:
+    """The product's `conf/`: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def tolerant(arguments: list[str]) -> list[str]:
+    """Command-line overrides with `key=value` turned into `++key=value`.
+
+    Hydra would stop at the first unknown key; so every value gets in, and the schema reports all mistakes at once.
+    Choices of groups, Hydra's own settings and flags stay as they are.
+    """
+    return [f"++{a}" if _is_value(a) else a for a in arguments]
+
+
+def unknown_choices(arguments: list[str], search_path: list[Path]) -> list[ConfigProblem]:
+    """Choices of a group for which no file exists, with the nearest that does."""
+    problems = []
+    for argument in arguments:
+        key, _, choices = argument.lstrip("+").partition("=")
+        if key not in GROUPS or argument.startswith("-"):
+            continue
+        valid = options(key, search_path)
+        bad = [c.strip() for c in choices.split(",") if c.strip() not in valid]
+        problems += [ConfigProblem(key, c, f"one of {', '.join(valid)}", nearest_name(c, valid)) for c in bad]
+    return problems
+
+
+def options(group: str, search_path: list[Path]) -> list[str]:
+    """Names of the files of a group in all configuration folders."""
+    return sorted({p.stem for root in search_path for p in (root / group).glob("*.yaml")})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of values: its name, and the keys it sets as a nested dictionary."""
+
+    name: str
+    values: dict[str, Any]
+
+
+def layers(choices: dict[str, str], overrides: list[str], search_path: list[Path]) -> list[Layer]:
+    """Everything that set a value, strongest first: command line, experiment, other groups, the primary file."""
+    found = [Layer("command line", _nested(overrides))]
+    for group in sorted(choices, key=lambda g: g != "experiment"):
+        option = choices[group]
+        if group.startswith("hydra/") or option is None:
+            continue
+        values = _load(f"{group}/{option}", search_path)
+        found.append(Layer(f"{group}/{option}", values if group == "experiment" else {group: values}))
+    found.append(Layer("conf/run.yaml", _load(PRIMARY, search_path)))
+    return found
+
+
+def origin(path: tuple[str, ...], stack: list[Layer]) -> str:
+    """The name of the strongest layer that sets the value at `path`, or `default`."""
+    return next((layer.name for layer in stack if _sets(layer.values, path)), "default")
+
+
+def annotated_yaml(config: dict[str, Any], stack: list[Layer]) -> str:
+    """The resolved configuration as YAML, each value followed by a comment with its origin."""
+    return "\n".join(_lines(config, (), stack)) + "\n"
+
+
+def _lines(section: dict[str, Any], path: tuple[str, ...], stack: list[Layer]) -> list[str]:
+    lines = []
+    for key, value in section.items():
+        here, indent = (*path, key), "  " * len(path)
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{key}:", *_lines(value, here, stack)]
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+            lines.append(f"{indent}{key}: {text}  # {origin(here, stack)}")
+    return lines
+
+
+def _is_value(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    plain = bool(equals) and key[:1] not in ("+", "~", "-") and "@" not in key
+    return plain and key not in GROUPS and key.split(".")[0] != "hydra" and not key.startswith("hydra/")
+
+
+def _nested(overrides: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.key_or_group in GROUPS:
+            continue
+        node = values
+        *parents, leaf = override.key_or_group.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = True
+    return values
+
+
+def _load(name: str, search_path: list[Path]) -> dict[str, Any]:
+    for root in search_path:
+        path = root / f"{name}.yaml"
+        if path.exists():
+            return yaml.safe_load(path.read_text()) or {}
+    return {}
+
+
+def _sets(values: Any, path: tuple[str, ...]) -> bool:
+    for part in path:
+        if not isinstance(values, dict):
+            return True  # a whole mapping or list was set at once
+        if part not in values:
+            return False
+        values = values[part]
+    return True

@@ -1,0 +1,84 @@
+"""Configuration of environments: where tasks come from and how episodes run."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from prime_hpc.config.sections import FORBID_UNKNOWN, Fraction, NonNegative, Positive, Seconds
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """Sampling parameters of a source."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; training wants 1.0, since the trainer scores the full distribution."""
+    max_tokens: Positive | None = None
+    """Tokens of one reply; until the context is full when left out."""
+
+
+@dataclass(kw_only=True)
+class SourceConfig:
+    """One stream of tasks: a verifiers environment by id."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    id: str
+    """Importable module of a verifiers taskset (or environment), e.g. `prime_hpc.envs.reverse_text`."""
+    name: str | None = None
+    """Name in metrics; the last part of the id when left out. Names are unique."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the taskset."""
+    env_args: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the verifiers environment config, e.g. `agent: {max_turns: 4}`."""
+    ratio: Annotated[float, Field(gt=0)] = 1.0
+    """Share of this source among the training sources."""
+    num_tasks: Positive | None = None
+    """Use only the first tasks of the taskset."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Sampling parameters."""
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Evaluation during training."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0 evaluates at the end only, where there are sources."""
+    rollouts_per_task: Positive = 1
+    """Rollouts of each task."""
+    at_start: bool = False
+    """Evaluate the base model first."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """What is evaluated."""
+
+
+@dataclass(kw_only=True)
+class EnvConfig:
+    """Training and evaluation sources and the workers that run their episodes."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    train: list[SourceConfig] = field(default_factory=list)
+    """Training sources."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation sources."""
+    workers: Positive = 2
+    """Worker processes of each source."""
+    rollouts_per_worker: Positive = 128
+    """Episodes that one worker runs at once."""
+    rollout_timeout_s: Seconds = 600.0
+    """Hard limit of one episode; past it the episode is an environment error and its worker may be replaced."""
+    start_timeout_s: Seconds = 300.0
+    """Deadline for a worker to load its environment."""
+    retries: NonNegative = 2
+    """Times an episode that failed for no fault of its own (inference or infrastructure) is run again."""
+    error_budget: Fraction = 0.5
+    """Share of environment errors among the last 100 episodes of a source past which the run stops and says why."""

@@ -1,0 +1,69 @@
+"""The root of a run's configuration."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prime_hpc.config.env import EnvConfig
+from prime_hpc.config.inference import InferenceConfig
+from prime_hpc.config.orchestrator import OrchestratorConfig
+from prime_hpc.config.sections import (
+    FORBID_UNKNOWN,
+    AlgorithmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    LauncherConfig,
+    LossConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    Positive,
+    RunSection,
+    UpdateConfig,
+)
+from prime_hpc.config.trainer import TrainerConfig
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Everything a run needs."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    mode: Literal["rl", "sft"] = "rl"
+    """rl: sample, score and train at once. sft: train on rows of messages."""
+    run: RunSection = field(default_factory=RunSection)
+    """Identity of the run."""
+    seed: int = 0
+    """Seed of data order, task order and the trainer's generators."""
+    max_steps: Positive = 100
+    """Optimiser steps."""
+    seq_len: Positive = 2048
+    """Longest sequence, prompt and replies together, in tokens."""
+    resume: str | None = None
+    """`latest`, a step, or the path of a checkpoint to go on from."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Credit assignment."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Policy-gradient loss."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimiser and schedule."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """Environments."""
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    """Engines."""
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    """Weight updates."""
+    orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    """Scheduling and batches."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Trainer ranks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """Metrics."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Machines."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """Launcher."""

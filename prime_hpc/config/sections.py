@@ -1,0 +1,181 @@
+"""Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+FORBID_UNKNOWN = ConfigDict(extra="forbid")
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(kw_only=True)
+class RunSection:
+    """Identity of the run."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")] | None = None
+    """Name of the run and of its directory; made from the experiment, date and a random word when left out."""
+    output_dir: str = "outputs"
+    """Folder that holds run directories; must be visible from every node."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The policy."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    path: str = ""
+    """Directory in Hugging Face layout (config.json, safetensors, tokenizer)."""
+    tokenizer: str | None = None
+    """Tokenizer directory; the model's own when left out."""
+    renderer: str = "default"
+    """How messages become tokens: a name of the `renderers` package; `default` applies the tokenizer's chat template."""
+    served_name: str = "policy"
+    """The model name in requests."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """How rewards become per-token advantages and which loss component the sampled tokens join."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    name: Literal["grpo", "max_rl"] = "grpo"
+    """grpo: reward minus the group's mean. max_rl: the same divided by the mean."""
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """The policy-gradient loss over sampled tokens (docs/algorithms.md has the formulas)."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    name: Literal["default", "ipo", "custom"] = "default"
+    """default: probability-difference mask with a quadratic KL. ipo: the same with a symmetric mask. custom: `import_path`."""
+    mask_low: Annotated[float, Field(ge=0)] = 0.2
+    """Drops a token with advantage <= 0 whose probability fell by more than this since sampling."""
+    mask_high: Annotated[float, Field(ge=0)] = 0.2
+    """Drops a token with advantage > 0 whose probability rose by more than this since sampling."""
+    ipo_threshold: Annotated[float, Field(ge=0)] = 0.1
+    """loss=ipo: drops a token whose probability moved by more than this either way."""
+    adv_tau: float = 1.0
+    """Factor on advantages."""
+    kl_tau: float = 1e-3
+    """Factor on the squared log-ratio between trainer and sampler."""
+    import_path: str | None = None
+    """loss=custom: `module.function` that takes `LossInputs` and returns `LossOutputs`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """loss=custom: keyword arguments for the function."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    name: Literal["adamw"] = "adamw"
+    """The optimiser."""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this global norm; null turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """constant; linear: decay over the last `decay_steps`; cosine: decay over all steps after the warm-up."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up."""
+    decay_steps: NonNegative = 0
+    """Steps of decay at the end (schedule=linear)."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where the decay ends."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept. A checkpoint is complete or absent."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    every: NonNegative = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep_last: Positive = 2
+    """Newest complete checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Multiples of this step are kept for good; 0 keeps none."""
+
+
+@dataclass(kw_only=True)
+class UpdateConfig:
+    """How new weights reach the engines."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    transport: Literal["filesystem"] = "filesystem"
+    """filesystem: safetensors written by the trainer, read by every engine."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What happens to the KV cache of requests that span an update: recompute is exact, keep is fast."""
+    timeout_s: Seconds = 300.0
+    """Deadline of one update of one engine."""
+    keep_versions: Positive = 2
+    """Newest weight versions that stay on disk."""
+
+
+@dataclass(kw_only=True)
+class MonitorConfig:
+    """Where metrics go beside `metrics.jsonl`."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """offline writes W&B files without a network, to be synced later."""
+    wandb_project: str = "prime_hpc"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B team or user."""
+    rollouts: bool = True
+    """Write rollout records to `rollouts/step_N.jsonl.zst`."""
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """The machines."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    gpus_per_node: NonNegative | None = None
+    """GPUs of a node; found out on this machine when left out."""
+    lease_s: Seconds = 30.0
+    """A process that sees no sign of its supervisor for this long leaves by itself."""
+    start_timeout_s: Seconds = 600.0
+    """Deadline for every process to come up."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables for every process. Never secrets: they are written to the plan."""
+
+
+@dataclass(kw_only=True)
+class LauncherConfig:
+    """How the plan's processes are started."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    name: Literal["local", "dry_run"] = "local"
+    """local: processes of this machine. dry_run: write config.yaml and plan.json, print the plan, start nothing."""
+    target: Literal["local"] = "local"
+    """dry_run: the launcher whose plan is made."""
+    live: bool = True
+    """Show a live view on a terminal; plain lines otherwise."""
+    stop_grace_s: Seconds = 10.0
+    """Time between SIGTERM and SIGKILL when processes are stopped."""

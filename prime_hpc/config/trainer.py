@@ -1,0 +1,82 @@
+"""Configuration of the trainer."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
+
+
+@dataclass(kw_only=True)
+class SFTProbe:
+    """Sampled exact match on held-out rows during SFT: a stop rule for warm-ups."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    every: NonNegative = 0
+    """Steps between probes; 0 turns the probe off."""
+    prompts: Positive = 128
+    """Held-out rows that are sampled, from the end of the data."""
+    max_tokens: Positive = 32
+    """Tokens of one reply."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature of the probe."""
+    stop_at: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Training ends when the exact match first reaches this."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig:
+    """Supervised fine-tuning over the same loop (`mode: sft`)."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    data: str = ""
+    """JSONL file with a `messages` list a row; assistant messages are trained."""
+    batch_size: Positive = 128
+    """Rows a step, over all ranks."""
+    shuffle: bool = True
+    """New order every epoch, from `seed`."""
+    probe: SFTProbe = field(default_factory=SFTProbe)
+    """Exact match on held-out rows."""
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The trainer ranks."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    ranks: Positive = 1
+    """Processes; one GPU each where there are GPUs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is a GPU."""
+    share_gpu: bool | None = None
+    """Put trainer ranks on the engines' GPUs; by default only where there are too few GPUs for both."""
+    attn: str = "sdpa"
+    """Attention implementation of transformers: sdpa, eager or a flash-attention that is installed."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Computation in forward and backward; parameters and optimiser states stay in float32."""
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights as the engines get them; auto is `dtype`."""
+    micro_batch_tokens: Positive | None = None
+    """Tokens of one packed row; seq_len when left out."""
+    head_chunk_tokens: Positive = 1024
+    """Tokens whose logits exist at once; full logits never do."""
+    activation_checkpointing: bool = False
+    """Recompute every block in the backward pass."""
+    compile: bool = False
+    """torch.compile each block."""
+    max_skipped_steps: NonNegative = 5
+    """Steps skipped for a loss or gradient that is not finite, in a row, after which the run stops."""
+    threads: Positive | None = None
+    """CPU threads of a rank; cores divided by ranks when left out."""
+    batch_timeout_s: Seconds = 3600.0
+    """Deadline of the wait for a batch."""
+    collective_timeout_s: Seconds = 600.0
+    """Deadline of a collective among ranks."""
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    """mode=sft."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks."""

@@ -1,0 +1,7 @@
+"""An environment worker: `python -m prime_hpc.envs PLAN.json --process env-reverse_text-0`."""
+
+from prime_hpc.cluster.role import main
+from prime_hpc.envs.worker import run
+
+if __name__ == "__main__":
+    main(run, server=True)

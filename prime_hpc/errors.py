@@ -1,0 +1,65 @@
+"""Typed errors: what failed decides who may retry it, and none of them ever becomes a reward."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+
+class PrimeHPCError(Exception):
+    """Base of every error this product raises on purpose; its text says what to do next."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One mistake in a configuration: the key, its value, what was expected and the nearest valid name."""
+
+    key: str
+    value: Any
+    expected: str
+    nearest: str | None = None
+
+    def __str__(self) -> str:
+        hint = f"; did you mean {self.nearest!r}?" if self.nearest else ""
+        return f"{self.key} = {self.value!r}: expected {self.expected}{hint}"
+
+
+class ConfigurationError(PrimeHPCError):
+    """The configuration cannot run. Holds every problem found, so that all are mended at once."""
+
+    def __init__(self, problems: list[ConfigProblem]):
+        self.problems = problems
+        lines = "\n".join(f"  {p}" for p in problems)
+        super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in the configuration:\n{lines}")
+
+
+class EnvironmentFailure(PrimeHPCError):
+    """An environment raised, timed out or returned no usable reward."""
+
+
+class InferenceFailure(PrimeHPCError):
+    """An engine refused, failed or lost a request."""
+
+
+class InfrastructureFailure(PrimeHPCError):
+    """A process, socket, disk or peer failed; the work itself is not to blame."""
+
+
+class SchemaMismatch(InfrastructureFailure):
+    """A message or file of a schema version this process does not speak."""
+
+
+class CorruptData(InfrastructureFailure):
+    """A checkpoint, weights file or journal whose checksum or structure does not match."""
+
+
+class DeadlineExceeded(InfrastructureFailure):
+    """A named wait ran past its deadline."""
+
+    def __init__(self, waiter: str, wanted: str, owner: str, seconds: float):
+        super().__init__(f"{waiter} waited {seconds:.0f} s for {wanted} from {owner}; see the log of {owner}")
+
+
+def nearest_name(name: str, valid: list[str]) -> str | None:
+    """The valid name closest to a mistyped one, or None when nothing is close."""
+    matches = get_close_matches(name, valid, n=1, cutoff=0.6)
+    return matches[0] if matches else None

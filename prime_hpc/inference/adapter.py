@@ -1,0 +1,150 @@
+"""Everything that differs between the vLLM releases this product runs on: 0.25 (CUDA) and 0.32 (CPU)."""
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+from fastapi import FastAPI
+from vllm import exceptions as vllm_exceptions
+from vllm.engine.protocol import EngineClient
+from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.version import __version__
+
+from prime_hpc.errors import InferenceFailure
+from prime_hpc.inference.stamps import Span
+
+if find_spec("vllm.entrypoints.launchers"):
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+else:
+    from vllm.entrypoints.openai.api_server import build_app, build_async_engine_client, init_app_state
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+
+__all__ = ["FlexibleArgumentParser", "make_arg_parser", "validate_parsed_serve_args"]
+
+REFUSALS = (ValueError, TypeError, getattr(vllm_exceptions, "VLLMClientError", ValueError))
+"""What vLLM raises for a request that it will not serve."""
+FAILURES = (EngineDeadError, EngineGenerateError)
+"""What vLLM raises when the engine failed, whatever the request."""
+
+
+class Engine:
+    """vLLM's engine client, reduced to what a policy engine needs."""
+
+    name = f"vllm {__version__}"
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+        self._outputs = client.engine_core.outputs_queue
+        self._receive = client.engine_core.get_output_async
+        self._idle = asyncio.Event()
+        self._idle.set()
+        client.engine_core.get_output_async = self._receive_noting_idleness
+        config = client.vllm_config
+        self.max_model_len: int = config.model_config.max_model_len
+        self.workers: int = config.parallel_config.world_size * config.parallel_config.data_parallel_size
+
+    @property
+    def failed(self) -> bool:
+        """The engine process died or raised; nothing will come any more."""
+        return self._client.errored
+
+    def generate(
+        self, token_ids: list[int], params: SamplingParams, request_id: str, salt: str, priority: int
+    ) -> AsyncIterator[RequestOutput]:
+        """New tokens of a request as they come; leaving the iterator early aborts the request."""
+        prompt = tokens_input(token_ids, cache_salt=salt)
+        return self._client.generate(prompt, params, request_id, priority=priority)
+
+    async def pause(self, *, recompute: bool) -> None:
+        """Stop the scheduler and keep its requests. Every token sampled so far has reached its request on return.
+
+        `recompute` preempts the running requests, so that resuming them prefills prompt and reply anew, and drops the
+        prefix cache. vLLM reports an idle scheduler on the channel that carries outputs, hence after all of them.
+        """
+        await self._client.pause_generation(mode="keep", clear_cache=recompute)
+        while not (self._outputs.empty() and self._idle.is_set()):
+            if self.failed:
+                raise InferenceFailure("the engine died while it was paused; see its log")
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # requests woken by the last output run before this task
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
+        """Call a method of the worker extension on every worker; with data parallelism, answers of the first engine."""
+        return await self._client.collective_rpc(method, args=args)
+
+    async def tell_version(self, version: str) -> None:
+        """Let vLLM mark its own outputs, in releases that do so."""
+        if hasattr(self._client, "update_weight_version"):
+            await self._client.update_weight_version(version)
+
+    async def _receive_noting_idleness(self) -> Any:
+        """vLLM's output loop asks for the next output once the last one lies with its requests."""
+        self._idle.set()
+        outputs = await self._receive()
+        self._idle.clear()
+        return outputs
+
+
+@asynccontextmanager
+async def start(args: Namespace) -> AsyncIterator[tuple[Engine, FastAPI]]:
+    """A loaded engine with vLLM's own HTTP application; its processes end with the context."""
+    async with build_async_engine_client(args) as client:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+        with without_decisions():
+            await init_app_state(client, app.state, args, tasks)
+        yield Engine(client), app
+
+
+@contextmanager
+def without_decisions() -> Iterator[None]:
+    """Leave out vLLM's route for structured decisions: it encodes English labels when it starts, which ends the engine
+    where a tokenizer knows only an alphabet of its own."""
+    if not find_spec("vllm.entrypoints.generate.structured_decisions"):
+        yield
+        return
+    module = import_module("vllm.entrypoints.generate.structured_decisions.api_router")
+    with patch.object(module, "init_structured_decisions_state", _no_decisions):
+        yield
+
+
+def _no_decisions(client: EngineClient, state: Any, *_: Any) -> None:
+    state.serving_structured_decisions = None
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """vLLM's parameters for one streamed completion with the log-probability of each sampled token.
+
+    Raises:
+        ValueError, TypeError: a parameter is unknown or out of range.
+    """
+    if given.get("n", 1) != 1:
+        raise ValueError("n must be 1: ask once for every completion")
+    fixed = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "detokenize": bool(given.get("stop"))}
+    return SamplingParams(**{**given, **fixed})
+
+
+def sampled_logprobs(piece: CompletionOutput) -> list[float]:
+    """Log-probability of each new token of a piece, in order."""
+    return [entry[token].logprob for token, entry in zip(piece.token_ids, piece.logprobs or [], strict=True)]
+
+
+def weight_versions(piece: CompletionOutput) -> list[Span] | None:
+    """vLLM's own version spans of a finished request, in releases that keep them."""
+    spans = getattr(piece, "weight_versions", None)
+    return spans and [(s.version, s.start, s.end) for s in spans]

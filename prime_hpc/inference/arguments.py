@@ -1,0 +1,95 @@
+"""From the plan to vLLM's arguments: defaults that fit the machine, and the user's own on top."""
+
+import json
+import os
+from argparse import Namespace
+from typing import Any, NoReturn
+
+from prime_hpc.cluster.role import Role
+from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
+
+CPU_KV_CACHE_BYTES = 128 * 2**20
+GPU_SHARE_ALONE = 0.9
+GPU_SHARE_WITH_TRAINER = 0.4
+KEY = "inference.vllm"
+
+
+def set_environment(role: Role) -> None:
+    """Defaults for vLLM's environment variables; must run before vLLM is imported."""
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # fmt: skip
+    if role.plan.nodes == 1:
+        defaults |= {"VLLM_HOST_IP": role.bind_host}
+    if role.process.gpus:
+        defaults |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    else:
+        # one process fewer and no warm-up: an engine on a CPU serves tests and demos, where starting counts most
+        defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1",
+                     "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # fmt: skip
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def arguments(role: Role) -> dict[str, Any]:
+    """vLLM's arguments by name: what this product needs, then defaults for the machine, then `inference.vllm`."""
+    config = role.config
+    defaults: dict[str, Any] = {
+        "model": config.model.path,
+        "tokenizer": config.model.tokenizer or config.model.path,
+        "served_model_name": config.model.served_name,
+        "max_model_len": config.seq_len,
+        "seed": config.seed + role.process.index,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, at its temperature
+        "worker_extension_cls": "prime_hpc.inference.worker.WeightReceiver",
+    }
+    if role.process.gpus:
+        share = GPU_SHARE_WITH_TRAINER if shares_gpu_with_trainer(role.plan, role.process) else GPU_SHARE_ALONE
+        defaults |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
+    else:
+        defaults |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    return defaults | config.inference.vllm
+
+
+def shares_gpu_with_trainer(plan: RunPlan, engine: ProcessPlan) -> bool:
+    """Whether a trainer rank of the plan has a GPU of this engine."""
+    return any(t.node == engine.node and set(t.gpus) & set(engine.gpus) for t in plan.of("trainer"))
+
+
+def parse(given: dict[str, Any]) -> Namespace:
+    """vLLM's own view of its arguments.
+
+    Raises:
+        ConfigurationError: every name that vLLM does not know, with the nearest that it does; or its own complaint.
+    """
+    from prime_hpc.inference import adapter
+
+    class Parser(adapter.FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigurationError([ConfigProblem(KEY, given, f"arguments of vLLM ({message})")])
+
+    parser = adapter.make_arg_parser(Parser())
+    known = sorted({action.dest for action in parser._actions})
+    unknown = [ConfigProblem(f"{KEY}.{name}", given[name], "an argument of `vllm serve`", nearest_name(name, known))
+               for name in given if name not in known]  # fmt: skip
+    if unknown:
+        raise ConfigurationError(unknown)
+    args = parser.parse_args(command_line(given))
+    adapter.validate_parsed_serve_args(args)
+    return args
+
+
+def command_line(given: dict[str, Any]) -> list[str]:
+    """Arguments as `vllm serve` takes them; null leaves an argument at vLLM's default."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words

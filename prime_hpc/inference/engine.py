@@ -1,0 +1,166 @@
+"""The policy behind the routes: requests that survive weight updates, and one version in force at a time."""
+
+import asyncio
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from prime_hpc import errors
+from prime_hpc.cluster.files import read_json
+from prime_hpc.errors import CorruptData, InferenceFailure, PrimeHPCError
+from prime_hpc.inference import adapter
+from prime_hpc.inference.protocol import (
+    Completion,
+    EngineState,
+    GenerateRequest,
+    LoadReply,
+    LoadRequest,
+    PauseRequest,
+    WorkerAck,
+)
+from prime_hpc.inference.stamps import SpanTracker, Stamp, StampLog, checksum
+from prime_hpc.transport.messages import PolicyVersion
+
+UNFINISHED = ("abort", "error")
+"""Ends of a request that say nothing about the policy."""
+
+
+class PolicyEngine:
+    """Serves one policy version at a time. While paused, new requests wait here and running ones in the scheduler."""
+
+    def __init__(self, engine: adapter.Engine, *, version: PolicyVersion, model: str, process: str, acks: Path,
+                 stamps_kept: int):  # fmt: skip
+        self._engine = engine
+        self._version = str(version)
+        self._model = model
+        self._process = process
+        self._acks = acks
+        self._paused = False
+        self._open = asyncio.Event()
+        self._open.set()
+        self._update = asyncio.Lock()
+        self._running = 0
+        self.stamps = StampLog(stamps_kept)
+        self.failure: InferenceFailure | None = None
+        """Why this engine must not serve any more."""
+
+    async def start(self) -> None:
+        await self._engine.tell_version(self._version)
+
+    def state(self) -> EngineState:
+        return EngineState(version=self._version, paused=self._paused, running=self._running, engine=self._engine.name,
+                           max_model_len=self._engine.max_model_len, workers=self._engine.workers)  # fmt: skip
+
+    async def generate(self, request: GenerateRequest, session: str) -> Completion:
+        """Sample one completion and remember its stamp under `session`.
+
+        Raises:
+            ValueError, TypeError: the request is not one that this engine can serve.
+            InferenceFailure: the engine gave up the request.
+        """
+        if request.model not in (None, self._model):
+            raise ValueError(f"model {request.model!r} is not served here, {self._model!r} is")
+        params = adapter.sampling_params(request.sampling_params)
+        self._running += 1
+        try:
+            await self._open.wait()
+            completion = await self._sample(request, params, uuid.uuid4().hex)
+        finally:
+            self._running -= 1
+        self.stamps.add(session, Stamp(request_id=completion.request_id, tokens=len(completion.token_ids),
+                                       crc=checksum(completion.token_ids), spans=completion.spans))  # fmt: skip
+        return completion
+
+    async def _sample(self, request: GenerateRequest, params: adapter.SamplingParams, request_id: str) -> Completion:
+        tracker, token_ids, logprobs, finish, theirs = SpanTracker(), [], [], None, None
+        salt = f"{self._version}:{request.cache_salt or ''}"  # no version reuses the KV blocks of another
+        async for output in self._engine.generate(request.token_ids, params, request_id, salt, request.priority):
+            piece = output.outputs[0]
+            tracker.add(len(piece.token_ids), self._version)
+            token_ids += piece.token_ids
+            logprobs += adapter.sampled_logprobs(piece)
+            finish, theirs = piece.finish_reason, adapter.weight_versions(piece)
+        if finish is None or finish in UNFINISHED:
+            raise InferenceFailure(f"the engine ended the request with {finish!r} after {len(token_ids)} tokens")
+        return Completion(request_id=request_id, token_ids=token_ids, logprobs=logprobs, finish_reason=finish,
+                          spans=tracker.spans, weight_versions=theirs)  # fmt: skip
+
+    async def pause(self, request: PauseRequest) -> EngineState:
+        """Stop sampling. Requests stay; with `recompute` their KV cache does not."""
+        async with self._update:
+            await self._pause(request)
+        return self.state()
+
+    async def resume(self) -> EngineState:
+        async with self._update:
+            await self._resume()
+        return self.state()
+
+    async def load(self, request: LoadRequest) -> LoadReply:
+        """Put `request.version` in force. An engine that is not paused is paused around it.
+
+        Raises:
+            CorruptData: the directory does not match its manifest; the old version stays in force.
+            InferenceFailure: a worker failed while it loaded; the engine cannot go on.
+        """
+        PolicyVersion.parse(request.version)
+        async with self._update:
+            paused_before = self._paused
+            if not paused_before:
+                await self._pause(PauseRequest())
+            try:
+                return await self._load(request)
+            finally:
+                if not paused_before and self.failure is None:
+                    await self._resume()
+
+    async def _pause(self, request: PauseRequest) -> None:
+        self._paused = True
+        self._open.clear()
+        await self._engine.pause(recompute=request.kv == "recompute")
+
+    async def _resume(self) -> None:
+        if self.failure:
+            raise self.failure
+        await self._engine.resume()
+        self._paused = False
+        self._open.set()
+
+    async def _load(self, request: LoadRequest) -> LoadReply:
+        begin = time.monotonic()
+        call = self._engine.call_workers
+        _raise_first(await call("prime_hpc_verify", request.path, request.version))
+        try:
+            _raise_first(await call("prime_hpc_load", request.path, str(self._acks), self._process))
+            workers = self._acknowledgements(request.version)
+        except Exception as error:
+            self.failure = InferenceFailure(f"{request.version} is loaded in part, restart this engine: {error}")
+            raise self.failure from error
+        await self._engine.tell_version(request.version)
+        self._version = request.version
+        return LoadReply(version=request.version, digest=workers[0].digest, seconds=time.monotonic() - begin,
+                         workers=workers)  # fmt: skip
+
+    def _acknowledgements(self, version: str) -> list[WorkerAck]:
+        """What every rank wrote, in order of rank.
+
+        Raises:
+            CorruptData: a rank did not acknowledge this version, or loaded other data than the rest.
+        """
+        paths = [self._acks / f"{self._process}.rank{rank}.json" for rank in range(self._engine.workers)]
+        acks = [msgspec.convert(read_json(path), WorkerAck) for path in paths]
+        late = [rank for rank, ack in enumerate(acks) if ack.version != version]
+        if late or len({ack.digest for ack in acks}) > 1:
+            raise CorruptData(f"ranks {late} of {len(acks)} did not acknowledge, or digests differ")
+        return acks
+
+
+def _raise_first(answers: list[dict]) -> None:
+    """Raise the first error among workers' answers, by its own type where it is one of this product's."""
+    for answer in answers:
+        if "error" in answer:
+            kind = getattr(errors, answer["type"], InferenceFailure)
+            typed = isinstance(kind, type) and issubclass(kind, PrimeHPCError)
+            raise (kind if typed else InferenceFailure)(answer["error"])

@@ -1,0 +1,121 @@
+"""The HTTP protocol of an engine: messages, routes, and who may call. Free of torch and vLLM, so any engine speaks it.
+
+Every route but `OPEN_ROUTES` needs `Authorization: Bearer <token of the run>`.
+"""
+
+import hmac
+from typing import Any, Literal
+
+import msgspec
+
+from prime_hpc.errors import CorruptData
+from prime_hpc.inference.stamps import Span, Stamp
+
+GENERATE = "/inference/v1/generate"
+STAMPS = "/prime_hpc/stamps/{session}"
+STATE = "/prime_hpc/state"
+PAUSE = "/prime_hpc/pause"
+LOAD = "/prime_hpc/load"
+RESUME = "/prime_hpc/resume"
+OPEN_ROUTES = frozenset({"/health", "/metrics", "/version"})
+SESSION_HEADER = "X-Session-ID"
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Token ids in. `sampling_params` go by vLLM's names; the sampled token's log-probability is always returned."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Token ids out, with the log-probability of each and the spans of policy versions that sampled them.
+
+    `weight_versions` are the engine's own spans, where it keeps any.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    spans: list[Span]
+    weight_versions: list[Span] | None = None
+
+
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """`recompute` drops the KV cache, so that tokens after the pause depend on the weights of then alone."""
+
+    kv: Literal["recompute", "keep"] = "recompute"
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """Serve the weights in `path`, a version directory, as `version`."""
+
+    version: str
+    path: str
+
+
+class WorkerAck(msgspec.Struct, kw_only=True):
+    """One worker rank serves `version`. `digest` is the manifest's, `time` seconds since the epoch."""
+
+    version: str
+    digest: str
+    seconds: float
+    n_tensors: int
+    time: float
+
+
+class LoadReply(msgspec.Struct, kw_only=True):
+    """All workers serve `version`."""
+
+    version: str
+    digest: str
+    seconds: float
+    workers: list[WorkerAck]
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """What an engine is doing; `running` counts requests that are not answered yet."""
+
+    version: str
+    paused: bool
+    running: int
+    engine: str
+    max_model_len: int
+    workers: int
+
+
+def allowed(path: str, authorization: str | None, token: str) -> bool:
+    """Whether a request with this `Authorization` header may use `path`."""
+    return path in OPEN_ROUTES or hmac.compare_digest(authorization or "", f"Bearer {token}")
+
+
+def encode_completion(completion: Completion) -> bytes:
+    """The answer as `renderers` reads it; floats keep full precision."""
+    content = [{"token": f"token_id:{t}", "logprob": p}
+               for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]  # fmt: skip
+    choice = {"index": 0, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason,
+              "logprobs": {"content": content}}  # fmt: skip
+    if completion.weight_versions is not None:
+        choice["weight_versions"] = completion.weight_versions
+    return msgspec.json.encode({"request_id": completion.request_id, "choices": [choice]})
+
+
+def encode_stamps(stamps: list[Stamp]) -> bytes:
+    """The answer of the stamps route."""
+    return msgspec.json.encode({"requests": stamps})
+
+
+def encode_error(error: Exception) -> bytes:
+    """The body of every answer that is not 200."""
+    return msgspec.json.encode({"error": str(error), "type": type(error).__name__})
+
+
+def status_of(error: Exception, refusals: tuple[type[Exception], ...] = (ValueError, TypeError)) -> int:
+    """HTTP status of an error: 400 where it is one of `refusals`, 422 for corrupt weights, 500 for the rest."""
+    if isinstance(error, CorruptData):
+        return 422
+    return 400 if isinstance(error, (*refusals, msgspec.MsgspecError)) else 500

@@ -1,0 +1,104 @@
+"""The routes of an engine over vLLM's own: ours come first, and all need the run's token."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from prime_hpc.errors import PrimeHPCError
+from prime_hpc.inference import adapter, protocol
+from prime_hpc.inference.engine import PolicyEngine
+
+Handler = Callable[[Request], Awaitable[Any]]
+CLIENT_CLOSED_REQUEST = 499
+
+
+class BearerToken:
+    """Answers 401 to whoever does not hold the run's token."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] != "lifespan"
+        if guarded and not protocol.allowed(scope["path"], Headers(scope=scope).get("authorization"), self._token):
+            body = protocol.encode_error(PermissionError("this route needs the token of the run"))
+            await _json(body, 401)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def application(policy: PolicyEngine, vllm: FastAPI, token: str) -> Starlette:
+    """The engine's ASGI application; what is not a route here goes to vLLM's."""
+
+    async def generate(request: Request) -> Any:
+        body = msgspec.json.decode(await request.body(), type=protocol.GenerateRequest)
+        session = request.headers.get(protocol.SESSION_HEADER, "")
+        completion = await unless_disconnected(request, policy.generate(body, session))
+        return completion and protocol.encode_completion(completion)
+
+    async def stamps(request: Request) -> Any:
+        return protocol.encode_stamps(policy.stamps.of(request.path_params["session"]))
+
+    async def state(request: Request) -> Any:
+        return policy.state()
+
+    async def pause(request: Request) -> Any:
+        return await policy.pause(msgspec.json.decode(await request.body() or b"{}", type=protocol.PauseRequest))
+
+    async def load(request: Request) -> Any:
+        return await policy.load(msgspec.json.decode(await request.body(), type=protocol.LoadRequest))
+
+    async def resume(request: Request) -> Any:
+        return await policy.resume()
+
+    handlers = {protocol.GENERATE: generate, protocol.PAUSE: pause, protocol.LOAD: load, protocol.RESUME: resume}
+    routes = [Route(path, _answering(handler), methods=["POST"]) for path, handler in handlers.items()]
+    routes += [Route(protocol.STAMPS, _answering(stamps)), Route(protocol.STATE, _answering(state))]
+    return Starlette(
+        routes=[*routes, Mount("/", vllm)],
+        middleware=[Middleware(BearerToken, token=token)],
+        lifespan=lambda _: vllm.router.lifespan_context(vllm),
+    )
+
+
+async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`, or None once the client has gone, which cancels it. The body must have been read."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnection(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answering(handler: Handler) -> Handler:
+    async def answer(request: Request) -> Response:
+        try:
+            result = await handler(request)
+        except (*adapter.REFUSALS, *adapter.FAILURES, msgspec.MsgspecError, PrimeHPCError) as error:
+            return _json(protocol.encode_error(error), protocol.status_of(error, adapter.REFUSALS))
+        if result is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return _json(result if isinstance(result, bytes) else msgspec.json.encode(result), 200)
+
+    return answer
+
+
+def _json(body: bytes, status: int) -> Response:
+    return Response(body, status, media_type="application/json")

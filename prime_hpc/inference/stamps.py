@@ -1,0 +1,68 @@
+"""Which policy version sampled which token, and how long that is remembered."""
+
+import zlib
+from collections import deque
+
+import msgspec
+import numpy as np
+
+Span = tuple[str, int, int]
+"""(version, first token, one past the last token)."""
+
+
+class Stamp(msgspec.Struct, kw_only=True):
+    """The versions of one finished request. `crc` is the CRC-32 of its completion ids as little-endian int32."""
+
+    request_id: str
+    tokens: int
+    crc: int
+    spans: list[Span]
+
+
+class SpanTracker:
+    """Builds the spans of one request while its tokens arrive."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.tokens = 0
+
+    def add(self, count: int, version: str) -> None:
+        """`count` more tokens were sampled under `version`."""
+        if not count:
+            return
+        begin, end = self.tokens, self.tokens + count
+        if self.spans and self.spans[-1][0] == version:
+            begin = self.spans.pop()[1]
+        self.spans.append((version, begin, end))
+        self.tokens = end
+
+
+class StampLog:
+    """Stamps of the newest `capacity` finished requests, by session and in order of completion."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._order: deque[str] = deque()
+        self._sessions: dict[str, deque[Stamp]] = {}
+
+    def add(self, session: str, stamp: Stamp) -> None:
+        self._order.append(session)
+        self._sessions.setdefault(session, deque()).append(stamp)
+        if len(self._order) > self._capacity:
+            self._forget_oldest()
+
+    def of(self, session: str) -> list[Stamp]:
+        """Stamps of a session; empty where nothing is known."""
+        return list(self._sessions.get(session, ()))
+
+    def _forget_oldest(self) -> None:
+        session = self._order.popleft()
+        stamps = self._sessions[session]
+        stamps.popleft()
+        if not stamps:
+            del self._sessions[session]
+
+
+def checksum(token_ids: list[int]) -> int:
+    """CRC-32 of token ids as little-endian int32."""
+    return zlib.crc32(np.asarray(token_ids, dtype="<i4").tobytes())

@@ -1,0 +1,72 @@
+"""The entry point: compose the configuration, check it, make the plan, hand it to a launcher.
+
+    python -m prime_hpc.launch +experiment=reverse_text_cpu
+    python -m prime_hpc.launch -m +experiment=reverse_text_cpu seed=1,2,3
+    python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run
+    python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
+"""
+
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from prime_hpc.config import compose
+from prime_hpc.config.checks import find_conflicts
+from prime_hpc.config.schema import parse
+from prime_hpc.envs.load import find_source_problems
+from prime_hpc.errors import ConfigurationError, PrimeHPCError
+from prime_hpc.launchers.prepare import RunStart
+from prime_hpc.launchers.registry import launch_plan
+
+EXIT_CONFIGURATION = 2
+
+
+@hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name=compose.PRIMARY)
+def main(composed: DictConfig) -> None:
+    """One run of a composed configuration; exits with the launcher's code."""
+    try:
+        code = _run(composed)
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_CONFIGURATION)
+    except PrimeHPCError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+    if code:
+        sys.exit(code)
+
+
+def _run(composed: DictConfig) -> int:
+    facts = HydraConfig.get()
+    config = parse(OmegaConf.to_container(composed, resolve=True))
+    problems = [*find_conflicts(config), *find_source_problems(config)]
+    if problems:
+        raise ConfigurationError(problems)
+    stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())
+    start = RunStart.resolve(config, experiment=facts.runtime.choices.get("experiment"), origins=stack)
+    return launch_plan(start)
+
+
+def _search_path() -> list[Path]:
+    """Configuration folders, the user's `--config-dir` first."""
+    arguments = sys.argv[1:]
+    extra = [Path(b) for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
+    extra += [Path(a.partition("=")[2]) for a in arguments if a.startswith("--config-dir=")]
+    return [*extra, compose.conf_dir()]
+
+
+def cli() -> None:
+    """Check the choices of groups, let unknown keys through to the schema, and start Hydra."""
+    problems = compose.unknown_choices(sys.argv[1:], _search_path())
+    if problems:
+        print(ConfigurationError(problems), file=sys.stderr)
+        sys.exit(EXIT_CONFIGURATION)
+    sys.argv[1:] = compose.tolerant(sys.argv[1:])
+    main()
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,144 @@
+"""What happens between a checked configuration and running processes: name, attempt, resume point, files."""
+
+import datetime
+import os
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from prime_hpc.cluster.files import list_fresh, write_atomic, write_json
+from prime_hpc.cluster.gpus import count_gpus
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.cluster.role import COMPLETE_MARK
+from prime_hpc.config.compose import Layer, annotated_yaml
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import to_dict
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.plan.build import Attempt, build_plan
+from prime_hpc.plan.run_plan import Fork, RunPlan
+from prime_hpc.transport.checkpoints import CheckpointManifest, resolve, verify
+from prime_hpc.transport.weights import published_versions
+
+WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon larch "
+         "lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed saffron sierra slate "
+         "tundra umber willow zephyr").split()  # fmt: skip
+RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "monitor", "checkpoint", "env.eval", "env.workers",
+             "env.rollouts_per_worker", "inference", "update", "trainer.ranks", "trainer.threads", "trainer.share_gpu",
+             "trainer.env", "orchestrator.max_inflight", "orchestrator.progress_every_s")  # fmt: skip
+"""Keys (and everything below them) that may change when a run is resumed."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run about to start: its configuration, its plan and the origin of every value."""
+
+    config: RunConfig
+    plan: RunPlan
+    origins: list[Layer]
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(Path(self.plan.run_dir))
+
+    @classmethod
+    def resolve(cls, config: RunConfig, *, experiment: str | None, origins: list[Layer]) -> "RunStart":
+        """Name the run, find its attempt and resume point, and make its plan. Writes and deletes nothing.
+
+        Raises:
+            ConfigurationError: the name is taken, there is nothing to resume, or a key that must not change did.
+        """
+        name = config.run.name or _new_name(experiment or config.mode)
+        run_dir = Path(config.run.output_dir).absolute() / name
+        _check_writable(Path(config.run.output_dir))
+        attempts = _attempts(RunPaths(run_dir))
+        if attempts and not config.resume:
+            raise ConfigurationError([ConfigProblem("run.name", name,
+                "a new name, since this run exists; resume=latest goes on with it")])  # fmt: skip
+        attempt = Attempt(number=attempts + 1)
+        if config.resume:
+            attempt = _resume(config, RunPaths(run_dir), attempt)
+        config = replace(config, run=replace(config.run, name=name))
+        return cls(config, build_plan(config, run_dir, attempt, count_gpus()), origins)
+
+    def write_dry(self) -> None:
+        """config.yaml and plan.json, and nothing else."""
+        text = annotated_yaml(to_dict(self.config), self.origins)
+        write_atomic(self.paths.config, text.encode())
+        write_atomic(self.paths.plan, self.plan.dump())
+
+    def write(self) -> None:
+        """The files of a new attempt; what an earlier attempt left for its own processes only is cleared away."""
+        paths = self.paths
+        for directory in (paths.logs(self.plan.attempt), paths.rendezvous / "acks", paths.weights, paths.checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+        for name in list_fresh(paths.rendezvous):
+            if name.endswith(".json") or name == COMPLETE_MARK:
+                (paths.rendezvous / name).unlink()
+        for directory in (paths.rendezvous / "acks", paths.batches):
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        self.write_dry()
+        write_json(paths.root / "forks.json", msgspec.to_builtins(self.plan.forks))
+
+
+def _resume(config: RunConfig, paths: RunPaths, attempt: Attempt) -> Attempt:
+    checkpoint = resolve(paths.checkpoints, config.resume)
+    manifest = verify(checkpoint)
+    _refuse_changes(manifest, config)
+    return replace(attempt, checkpoint=checkpoint, forks=_forks(paths, manifest))
+
+
+def _forks(paths: RunPaths, manifest: CheckpointManifest) -> list[Fork]:
+    """The history of lineages: a run that published versions past its checkpoint goes on under a new one."""
+    known = paths.root / "forks.json"
+    forks = msgspec.json.decode(known.read_bytes(), type=list[Fork]) if known.exists() else []
+    current = forks[-1].lineage if forks else 0
+    newest = max((v.step for v in published_versions(paths.weights) if v.lineage == current), default=0)
+    if newest > manifest.step:
+        forks.append(Fork(lineage=current + 1, step=manifest.step))
+    return forks
+
+
+def _refuse_changes(manifest: CheckpointManifest, config: RunConfig) -> None:
+    before, now = _flat(manifest.config), _flat(to_dict(config))
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and not _may_change(k)]
+    if changed:
+        raise ConfigurationError([ConfigProblem(k, now.get(k),
+            f"{before.get(k)!r} as in the checkpoint; a resumed run may change only {', '.join(RESUMABLE)}")
+            for k in changed])  # fmt: skip
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in RESUMABLE)
+
+
+def _flat(section: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _attempts(paths: RunPaths) -> int:
+    numbers = [int(n.removeprefix("attempt_")) for n in list_fresh(paths.root / "logs") if n.startswith("attempt_")]
+    return max(numbers, default=0)
+
+
+def _new_name(experiment: str) -> str:
+    now = datetime.datetime.now()
+    return f"{experiment}-{now:%m%d-%H%M%S}-{random.SystemRandom().choice(WORDS)}"
+
+
+def _check_writable(output_dir: Path) -> None:
+    existing = output_dir.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigurationError([ConfigProblem("run.output_dir", str(output_dir), f"a folder that this user may write to;"
+                                                f" {existing} is not")])  # fmt: skip

@@ -1,0 +1,81 @@
+"""What a person sees while a run works: a live table on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from prime_hpc.observe.snapshot import Snapshot
+from prime_hpc.plan.run_plan import RunPlan
+
+
+class View(Protocol):
+    """Something that shows snapshots and sentences."""
+
+    def show(self, snapshot: Snapshot) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+@contextmanager
+def open_view(plan: RunPlan, live: bool) -> Iterator[View]:
+    """A live table where the output is a terminal and `live` is wanted, plain lines otherwise."""
+    console = Console()
+    if not (live and console.is_terminal):
+        yield PlainView(console)
+        return
+    with Live(console=console, refresh_per_second=4) as screen:
+        yield LiveView(plan, console, screen)
+
+
+class PlainView:
+    """One line for every change of a state and every new step."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._states: dict[str, str] = {}
+        self._step = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        for name, state in snapshot.states.items():
+            if self._states.get(name, "waiting") != state:
+                self.say(f"{name}: {state}")
+        self._states = snapshot.states
+        step = snapshot.progress.get("step")
+        if step is not None and step != self._step:
+            self._step = step
+            self.say(progress_line(snapshot))
+
+    def say(self, text: str) -> None:
+        self._console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+class LiveView:
+    """The states of all processes and the newest progress."""
+
+    def __init__(self, plan: RunPlan, console: Console, screen: Live):
+        self._plan, self._console, self._screen = plan, console, screen
+
+    def show(self, snapshot: Snapshot) -> None:
+        table = Table(title=self._plan.name, box=None, pad_edge=False)
+        table.add_column("process")
+        table.add_column("state")
+        for name, state in snapshot.states.items():
+            table.add_row(name, f"[red]{state}" if state == "failed" else state)
+        self._screen.update(Group(table, "", progress_line(snapshot)))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+
+def progress_line(snapshot: Snapshot) -> str:
+    """`step 12/60 | reward 0.53 | ...` from whatever the run reports."""
+    parts = []
+    for key, value in snapshot.progress.items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        parts.append(f"{key.replace('_', ' ')} {text}")
+    return " | ".join(parts)

@@ -1,0 +1,185 @@
+"""What a model costs, from the dictionary of its config.json alone: parameters, FLOPs, bytes of KV cache.
+
+Covers decoder-only transformers: dense and mixture-of-experts, grouped-query and latent attention. Of a composite
+(vision-language) config only the text model counts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+HFConfig = dict[str, Any]
+
+PEAK_FLOPS = {
+    "GB300": 2.5e15,
+    "GB200": 2.5e15,
+    "B300": 2.25e15,
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "MI325X": 1307.4e12,
+    "MI300X": 1307.4e12,
+}
+"""Dense bfloat16 FLOP/s by a part of the device's name, the more special name first; from the vendors' data sheets."""
+
+_QKV_BIAS = ("qwen2", "qwen2_moe")
+"""Model types whose query, key and value projections always have a bias."""
+_NO_OUTPUT_BIAS = ("glm4_moe",)
+"""Model types whose `attention_bias` leaves the output projection out."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Model types that normalise each query and key head."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Parameters of one decoder layer: matrices that every token meets, all experts, the chosen ones, and the rest."""
+
+    shared: int
+    experts: int
+    chosen_experts: int
+    vectors: int
+
+
+def param_count(hf_config: HFConfig) -> int:
+    """All parameters; tied embeddings count once."""
+    text = _text(hf_config)
+    body = sum(layer.shared + layer.experts + layer.vectors for layer in _layers(text))
+    return body + _outside(text)
+
+
+def active_params(hf_config: HFConfig) -> int:
+    """Parameters that one token uses, as in model names like 30B-A3B: of the routed experts only the chosen ones."""
+    text = _text(hf_config)
+    body = sum(layer.shared + layer.chosen_experts + layer.vectors for layer in _layers(text))
+    return body + _outside(text)
+
+
+def train_flops(hf_config: HFConfig, seq_lens: list[int]) -> float:
+    """FLOPs of forward and backward over sequences of these lengths: three forwards, nothing recomputed.
+
+    Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
+    sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs (the accounting of PaLM, appendix B, with
+    the mask and the true head dimension).
+    """
+    text = _text(hf_config)
+    matrices = sum(layer.shared + layer.chosen_experts for layer in _layers(text))
+    per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
+    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * text["num_hidden_layers"]
+    pairs = sum(n * (n + 1) // 2 for n in seq_lens)
+    return 3.0 * (per_token * sum(seq_lens) + per_pair * pairs)
+
+
+def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
+    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only."""
+    text = _text(hf_config)
+    if text.get("kv_lora_rank"):
+        values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    else:
+        values = 2 * _kv_heads(text) * _head_dim(text)
+    return text["num_hidden_layers"] * values * dtype_bytes
+
+
+def device_peak_flops(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by its name as CUDA gives it; None for one that is not in `PEAK_FLOPS`."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if _words(part) <= _words(name)), None)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").split())
+
+
+def _text(hf_config: HFConfig) -> HFConfig:
+    return hf_config.get("text_config", hf_config)
+
+
+def _layers(text: HFConfig) -> list[_Layer]:
+    attention, vectors = _attention(text)
+    vectors += 2 * text["hidden_size"]
+    dense = _Layer(attention + _gated(text, text["intermediate_size"]), 0, 0, vectors)
+    if not _num_experts(text):
+        return [dense] * text["num_hidden_layers"]
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    expert = _gated(text, width)
+    always = attention + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
+    sparse = _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
+    return [sparse if _is_sparse(text, i) else dense for i in range(text["num_hidden_layers"])]
+
+
+def _attention(text: HFConfig) -> tuple[int, int]:
+    """Weights of the matrices, and of biases and norms, of one attention block."""
+    if text.get("kv_lora_rank"):
+        return _latent_attention(text)
+    hidden, heads, kv_heads, dim = text["hidden_size"], text["num_attention_heads"], _kv_heads(text), _head_dim(text)
+    kind, bias = text.get("model_type"), text.get("attention_bias", False)
+    vectors = 0
+    if bias or kind in _QKV_BIAS:
+        vectors += (heads + 2 * kv_heads) * dim
+    if bias and kind not in _NO_OUTPUT_BIAS:
+        vectors += hidden
+    if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
+        vectors += 2 * dim
+    if kind == "minimax_m2":
+        vectors += (heads + kv_heads) * dim
+    return hidden * (2 * heads + 2 * kv_heads) * dim, vectors
+
+
+def _latent_attention(text: HFConfig) -> tuple[int, int]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with a sparse indexer where there is one (V3.2)."""
+    hidden, heads, kv_rank = text["hidden_size"], text["num_attention_heads"], text["kv_lora_rank"]
+    query, rope = text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["qk_rope_head_dim"]
+    q_rank, value = text.get("q_lora_rank"), text["v_head_dim"]
+    matrices = hidden * (kv_rank + rope) + kv_rank * heads * (text["qk_nope_head_dim"] + value) + heads * value * hidden
+    matrices += (hidden + heads * query) * q_rank if q_rank else hidden * heads * query
+    vectors = kv_rank + (q_rank or 0)
+    if text.get("index_head_dim"):
+        index_heads, index_dim = text["index_n_heads"], text["index_head_dim"]
+        matrices += q_rank * index_heads * index_dim + hidden * (index_dim + index_heads)
+        vectors += 2 * index_dim
+    return matrices, vectors
+
+
+def _shared_experts(text: HFConfig, width: int) -> int:
+    """Weights of the experts that every token meets, with their gate where there is one."""
+    if text.get("shared_expert_intermediate_size"):
+        return _gated(text, text["shared_expert_intermediate_size"]) + text["hidden_size"]
+    return _gated(text, width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0))
+
+
+def _is_sparse(text: HFConfig, layer: int) -> bool:
+    """Whether a layer of a mixture-of-experts model has experts; the rules of the known families."""
+    if text.get("mlp_layer_types"):
+        return text["mlp_layer_types"][layer] == "sparse"
+    if layer < text.get("first_k_dense_replace", 0) or layer in (text.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % text.get("decoder_sparse_step", 1) == 0
+
+
+def _outside(text: HFConfig) -> int:
+    """Embedding, LM head where it is its own, and the last norm."""
+    matrices = 1 if text.get("tie_word_embeddings", False) else 2
+    return matrices * text["vocab_size"] * text["hidden_size"] + text["hidden_size"]
+
+
+def _gated(text: HFConfig, width: int) -> int:
+    return 3 * text["hidden_size"] * width
+
+
+def _num_experts(text: HFConfig) -> int:
+    return text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0
+
+
+def _head_dim(text: HFConfig) -> int:
+    return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+
+
+def _head_dims(text: HFConfig) -> tuple[int, int]:
+    """Dimensions of a query-key head and of a value head."""
+    if text.get("kv_lora_rank"):
+        return text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["v_head_dim"]
+    return _head_dim(text), _head_dim(text)
+
+
+def _kv_heads(text: HFConfig) -> int:
+    return text.get("num_key_value_heads") or text["num_attention_heads"]

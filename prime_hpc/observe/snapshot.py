@@ -1,0 +1,24 @@
+"""What a run is doing right now, read from its directory alone."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_hpc.cluster.files import read_json
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.plan.run_plan import ProcessPlan
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """States of processes by name, and what the orchestrator (in SFT: trainer rank 0) last said of its progress."""
+
+    states: dict[str, str]
+    progress: dict[str, Any] = field(default_factory=dict)
+
+
+def take_snapshot(paths: RunPaths, processes: list[ProcessPlan]) -> Snapshot:
+    """The rendezvous records of `processes`; one that has not spoken yet is `waiting`."""
+    records = {p.name: read_json(paths.rendezvous / f"{p.name}.json") for p in processes}
+    states = {name: record["state"] if record else "waiting" for name, record in records.items()}
+    speaker = records.get("orchestrator-0") or records.get("trainer-0") or {}
+    return Snapshot(states, speaker.get("progress") or {})

@@ -1,0 +1,51 @@
+"""Evaluation during training: every task of every evaluation source, under the version that serves when it starts."""
+
+import asyncio
+
+from prime_hpc.cluster.role import Role
+from prime_hpc.config.checks import source_name
+from prime_hpc.orchestrator.env_pool import EnvPool
+from prime_hpc.orchestrator.report import Metrics, eval_metrics
+from prime_hpc.orchestrator.runner import Runner
+from prime_hpc.transport.messages import PolicyVersion, Rollout
+
+DEFAULT_TASKS = 128
+"""Tasks of an endless taskset without `num_tasks`."""
+
+
+class Evaluator:
+    """Runs the evaluation sources of a run."""
+
+    def __init__(self, role: Role, runner: Runner, pool: EnvPool):
+        self._settings = role.config.env.eval
+        self._runner, self._pool = runner, pool
+        self._log = role.log
+
+    def due(self, step: int, *, first: bool, last: bool) -> bool:
+        """Whether version `step` is to be evaluated."""
+        settings = self._settings
+        if not settings.sources:
+            return False
+        regular = bool(settings.every) and step > 0 and step % settings.every == 0
+        return last or regular or (first and settings.at_start)
+
+    async def run(self, version: PolicyVersion) -> Metrics:
+        """Metrics of all sources."""
+        metrics: Metrics = {}
+        for source in self._settings.sources:
+            name = source_name(source)
+            known = self._pool.num_tasks[name]
+            count = min(filter(None, (known, source.num_tasks)), default=DEFAULT_TASKS)
+            rollouts = await self._source(name, count, version)
+            metrics.update(eval_metrics(name, rollouts), **{f"eval/{name}/version": float(version.step)})
+            self._log.info("evaluated %s at v%s: reward %.4f", name, version, metrics.get(f"eval/{name}/reward", float("nan")))
+        return metrics
+
+    async def _source(self, name: str, tasks: int, version: PolicyVersion) -> list[Rollout]:
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(self._runner.run(f"eval-{version}-{name}-{i}-{k}", name, i, version, evaluate=True))
+                for i in range(tasks)
+                for k in range(self._settings.rollouts_per_task)
+            ]
+        return [task.result().rollout for task in running]

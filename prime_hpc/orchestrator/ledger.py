@@ -1,0 +1,109 @@
+"""What the orchestrator writes down: metrics rows, rollout records, progress, idle shares, the summary and the curve."""
+
+import asyncio
+import time
+from collections import defaultdict
+
+from prime_hpc.cluster.files import write_json
+from prime_hpc.cluster.role import Role
+from prime_hpc.observe.curve import draw_reward_curve
+from prime_hpc.observe.monitor import Monitor, read_metrics
+from prime_hpc.observe.records import RolloutRecorder
+from prime_hpc.orchestrator.batches import Batch, BatchShelf
+from prime_hpc.orchestrator.fleet import UpdateTimes
+from prime_hpc.orchestrator.report import Metrics, batch_metrics, summarise
+from prime_hpc.orchestrator.scheduler import Scheduler
+from prime_hpc.orchestrator.versions import Versions
+from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, StepReport
+
+TICK_S = 0.5
+
+
+class Ledger:
+    """One row a step: what the batch was, what the trainer measured, what the update cost."""
+
+    def __init__(self, role: Role, start_step: int):
+        self._role = role
+        self._monitor = Monitor(role)
+        self._recorder = RolloutRecorder(role) if role.config.monitor.rollouts else None
+        self._begin = time.monotonic()
+        self._rows: dict[int, Metrics] = defaultdict(dict)
+        self._reported = start_step
+        self._changed = asyncio.Condition()
+        self._progress: dict[str, float | int] = {}
+        self._ticks = self._idle_ticks = 0
+        self._trainer_idle_s = self._trainer_s = 0.0
+        self._last_report = self._begin
+        self._last_tokens = self._tokens = 0
+
+    async def shipped(self, batch: Batch) -> None:
+        """Batch `step` was cut."""
+        self._rows[batch.step].update(batch_metrics(batch))
+        self._tokens += sum(done.rollout.completion_tokens for done in batch.rollouts)
+        if self._recorder:
+            trained = {sample.sample_id: sample for sample in batch.samples}
+            for done in batch.rollouts:
+                self._recorder.add(batch.step, done, trained)
+            await asyncio.to_thread(self._recorder.flush, batch.step)
+
+    def updated(self, version: PolicyVersion, times: UpdateTimes) -> None:
+        """The engines serve `version`."""
+        self._rows[version.step].update({"update/load_s": times.load_s, "update/pause_s": times.pause_s})
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        self._monitor.log(step, metrics)
+
+    async def answer(self, shelf: BatchShelf, request: BatchRequest) -> RankBatch:
+        """The shelf's answer, after the report that came with the question was taken down."""
+        if request.report and request.report.step > self._reported:
+            await self._report(request.report)
+        return await shelf.answer(request)
+
+    async def wait_reported(self, step: int) -> None:
+        """Return once the trainer has reported step `step` (its last comes after the final checkpoint)."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._reported >= step)
+
+    async def report_progress(self, scheduler: Scheduler, versions: Versions) -> None:
+        """Publish progress and sample idleness until cancelled."""
+        while True:
+            self._ticks += 1
+            self._idle_ticks += scheduler.inflight == 0
+            self._progress.update(served=versions.served.step, ready=scheduler.ready_rollouts, inflight=scheduler.inflight)
+            self._role.rendezvous.publish("sampling", progress=self._progress)
+            await asyncio.sleep(TICK_S)
+
+    def close(self) -> None:
+        """Flush, write the summary and draw the curve."""
+        self._monitor.close()
+        paths = self._role.paths
+        rows = read_metrics(paths.metrics)
+        write_json(paths.summary, summarise(rows, time.monotonic() - self._begin, self._idle()), durable=True)
+        draw_reward_curve(paths.metrics, paths.root / "reward_curve.png", self._role.plan.name)
+
+    async def _report(self, report: StepReport) -> None:
+        now = time.monotonic()
+        row = self._rows.pop(report.step, {})
+        row.update(report.metrics)
+        row["time/since_last_step"] = now - self._last_report
+        row["perf/rollout_tokens_per_s"] = (self._tokens - self._last_tokens) / (now - self._last_report)
+        row.update(self._idle())
+        self._last_report, self._last_tokens = now, self._tokens
+        self._trainer_idle_s += report.metrics.get("time/wait_for_batch", 0.0)
+        self._trainer_s += row["time/since_last_step"]
+        self._monitor.log(report.step, row)
+        self._reported = report.step
+        self._progress.update(step=report.step, of=self._role.config.max_steps,
+                              **{short: row[key] for short, key in _SHOWN.items() if key in row})  # fmt: skip
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _idle(self) -> Metrics:
+        return {
+            "idle/inference": self._idle_ticks / max(self._ticks, 1),
+            "idle/trainer": min(self._trainer_idle_s / self._trainer_s, 1.0) if self._trainer_s else 0.0,
+        }
+
+
+_SHOWN = {"reward": "train/all/reward", "loss": "loss", "mismatch": "mismatch/abs_mean", "staleness": "staleness/mean",
+          "s_per_step": "time/since_last_step"}  # fmt: skip

@@ -1,0 +1,76 @@
+"""Numbers of a step, of an evaluation and of the whole run."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.orchestrator.batches import Batch
+from prime_hpc.transport.messages import Rollout
+
+Metrics = dict[str, float]
+
+
+def batch_metrics(batch: Batch) -> Metrics:
+    """Rewards, lengths, staleness, drops and failures of one batch; names as in docs/metrics.md."""
+    rollouts = [done.rollout for done in batch.rollouts]
+    metrics = {
+        "batch/rollouts": len(rollouts),
+        "batch/samples": len(batch.samples),
+        "batch/groups": len(batch.groups),
+        "batch/errors": sum(r.failure is not None for r in rollouts),
+        "staleness/mean": float(batch.staleness.mean()) if len(batch.staleness) else 0.0,
+        "staleness/max": float(batch.staleness.max(initial=0)),
+    }
+    metrics.update({f"dropped/{reason}": float(count) for reason, count in sorted(batch.dropped.items())})
+    metrics.update({f"errors/{kind}": float(n) for kind, n in _failures(rollouts).items()})
+    for source in ("all", *sorted({r.source for r in rollouts})):
+        metrics.update(_scores(f"train/{source}", [r for r in batch.scored if source in ("all", r.source)]))
+    return metrics
+
+
+def eval_metrics(source: str, rollouts: list[Rollout]) -> Metrics:
+    """Mean reward and metrics of an evaluation."""
+    scored = [r for r in rollouts if r.failure is None]
+    return {**_scores(f"eval/{source}", scored), f"eval/{source}/errors": float(len(rollouts) - len(scored))}
+
+
+def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> dict[str, Any]:
+    """The run's summary from its metrics by step; `mismatch_abs_mean` is weighted by tokens, null where none compared."""
+    rewards = [row["train/all/reward"] for _, row in sorted(rows.items()) if row.get("train/all/reward") is not None]
+    tokens = np.array([row.get("mismatch/tokens") or 0.0 for row in rows.values()])
+    means = np.array([row.get("mismatch/abs_mean") or 0.0 for row in rows.values()])
+    compared = float(tokens.sum())
+    return {
+        "steps": max(rows, default=0),
+        "reward_first5": float(np.mean(rewards[:5])) if rewards else None,
+        "reward_last5": float(np.mean(rewards[-5:])) if rewards else None,
+        "mismatch_abs_mean": float((tokens * means).sum() / compared) if compared else None,
+        "mismatch_tokens": int(compared),
+        "wall_s": round(wall_s, 2),
+        **idle,
+    }
+
+
+def _scores(prefix: str, scored: list[Rollout]) -> Metrics:
+    if not scored:
+        return {}
+    metrics = {
+        f"{prefix}/reward": _mean([r.reward for r in scored]),
+        f"{prefix}/completion_tokens": _mean([r.completion_tokens for r in scored]),
+        f"{prefix}/prompt_tokens": _mean([r.prompt_tokens for r in scored]),
+        f"{prefix}/turns": _mean([r.num_turns for r in scored]),
+        f"{prefix}/seconds": _mean([r.seconds for r in scored]),
+        f"{prefix}/truncated": _mean([r.truncated for r in scored]),
+    }
+    for name in sorted({name for r in scored for name in r.metrics}):
+        metrics[f"{prefix}/{name}"] = _mean([r.metrics[name] for r in scored if name in r.metrics])
+    return metrics
+
+
+def _failures(rollouts: list[Rollout]) -> Counter:
+    return Counter(r.failure.kind for r in rollouts if r.failure)
+
+
+def _mean(values: list[Any]) -> float:
+    return float(np.mean(values))

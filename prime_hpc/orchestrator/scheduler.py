@@ -1,0 +1,121 @@
+"""Continuous sampling: opens groups while credits last, collects finished ones, cancels those that came too late."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+
+from prime_hpc.cluster.role import Role
+from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.journal import GroupOpened, Journal, JournalState, RolloutFinished
+from prime_hpc.orchestrator.runner import Runner
+from prime_hpc.orchestrator.tasks import Mixture
+from prime_hpc.orchestrator.versions import Versions
+
+
+class Scheduler:
+    """Holds the groups that run (`open`) and those that wait for a batch (`ready`)."""
+
+    def __init__(self, role: Role, runner: Runner, mixture: Mixture, versions: Versions, journal: Journal):
+        settings = role.config.orchestrator
+        self.ready: list[Group] = []
+        self.open: dict[str, Group] = {}
+        self.cancelled = 0
+        self.closed = False
+        self.changed = asyncio.Condition()
+        self._settings = settings
+        self._max_inflight = settings.max_inflight or settings.batch_size
+        self._runner, self._mixture, self._versions, self._journal = runner, mixture, versions, journal
+        self._tasks: dict[str, asyncio.Task] = {}
+        self._log = role.log
+
+    @property
+    def inflight(self) -> int:
+        """Rollouts that run now."""
+        return sum(g.size - len(g.done) for g in self.open.values())
+
+    @property
+    def ready_rollouts(self) -> int:
+        return sum(len(g.done) for g in self.ready)
+
+    def restore(self, state: JournalState) -> None:
+        """Groups of an earlier attempt: finished rollouts return, missing ones run again under the same task."""
+        for opened in state.groups.values():
+            group = Group(opened.group_id, opened.source, opened.task_index, opened.version, self._settings.group_size)
+            group.done = state.rollouts[opened.group_id]
+            if group.finished:
+                self.ready.append(group)
+            else:
+                self.open[group.group_id] = group
+
+    async def run(self) -> None:
+        """Open groups whenever there is room, until `close`."""
+        async with asyncio.TaskGroup() as tasks:
+            for group in self.open.values():
+                self._start(tasks, group)
+            while not self.closed:
+                while self._may_open():
+                    self._start(tasks, self._draw())
+                async with self.changed:
+                    await self.changed.wait()
+
+    async def close(self) -> None:
+        """Stop sampling and cancel what runs."""
+        self.closed = True
+        self.cancel_where(lambda _: True)
+        await self.notify()
+
+    async def notify(self) -> None:
+        """Look again whether there is room, after a new version or a cut batch."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    def cancel_where(self, hopeless: Callable[[Group], bool]) -> int:
+        """Drop groups, running or waiting for a batch; returns how many rollouts were given up."""
+        doomed = [g for g in self.open.values() if hopeless(g)]
+        for group in doomed:
+            self.open.pop(group.group_id)
+            self._tasks.pop(group.group_id).cancel()
+        waiting = [g for g in self.ready if hopeless(g)]
+        self.ready = [g for g in self.ready if not hopeless(g)]
+        given_up = sum(g.size for g in doomed + waiting)
+        self.cancelled += given_up
+        return given_up
+
+    def _may_open(self) -> bool:
+        """Room among running rollouts, no full batch waiting, and nothing sampled that is bound to be too old."""
+        size = self._settings.group_size
+        ahead = sum(g.size for g in self.open.values()) + self.ready_rollouts + size
+        return (
+            not self.closed
+            and self._versions.lead < self._settings.max_lead + 1
+            and self.ready_rollouts < self._settings.batch_size
+            and self.inflight + size <= self._max_inflight
+            and ahead <= (self._settings.max_staleness + 1 - self._versions.lead) * self._settings.batch_size
+        )
+
+    def _draw(self) -> Group:
+        source, draw, index = self._mixture.draw()
+        group = Group(uuid.uuid4().hex[:12], source, index, self._versions.served, self._settings.group_size)
+        opened = GroupOpened(group_id=group.group_id, source=source, draw=draw, task_index=index, version=group.version)
+        self._journal.append(opened)
+        self.open[group.group_id] = group
+        return group
+
+    def _start(self, tasks: asyncio.TaskGroup, group: Group) -> None:
+        self._tasks[group.group_id] = tasks.create_task(self._run_group(group))
+
+    async def _run_group(self, group: Group) -> None:
+        missing = range(len(group.done), group.size)
+        async with asyncio.TaskGroup() as rollouts:
+            for i in missing:
+                rollouts.create_task(self._run_rollout(group, f"{group.group_id}-{i}"))
+        self._tasks.pop(group.group_id)
+        self.open.pop(group.group_id)
+        self.ready.append(group)
+        await self.notify()
+
+    async def _run_rollout(self, group: Group, rollout_id: str) -> None:
+        done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)
+        group.done.append(done)
+        self._journal.append(RolloutFinished(group_id=group.group_id, done=done))
+        await self.notify()

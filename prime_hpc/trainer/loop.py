@@ -1,0 +1,106 @@
+"""One rank of the trainer, from start to end. RL and SFT run the same loop; only where batches come from differs."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from prime_hpc.algorithms.losses import MicroBatchTensors, TokenCounts, compute_loss, count_tokens
+from prime_hpc.cluster.role import Role
+from prime_hpc.trainer import distributed
+from prime_hpc.trainer.checkpoints import Checkpointer
+from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance
+from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
+from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
+from prime_hpc.trainer.sft_source import SFTSource
+from prime_hpc.trainer.weights_writer import WeightsWriter
+from prime_hpc.transport.batches import BatchSource, open_source
+from prime_hpc.transport.messages import PolicyVersion, RankBatch, StepReport
+
+
+def run(role: Role) -> None:
+    """Train from the base model or the plan's checkpoint until the source, or `max_steps`, says that it is done."""
+    config, world = role.config, distributed.join(role)
+    lineage = role.plan.forks[-1].lineage if role.plan.forks else 0
+    policy = build_policy(config, world)
+    optimizer = GuardedOptimizer(build_adamw(policy, config.optimizer), config.optimizer, config.max_steps,
+                                 config.trainer.max_skipped_steps)  # fmt: skip
+    checkpointer = Checkpointer(role, world, policy, optimizer.optimizer, lineage)
+    step = _restore(role, policy, checkpointer)
+    writer = WeightsWriter(role, world, policy)
+    serving = config.mode == "rl"
+    if serving:
+        writer.publish(PolicyVersion(lineage, step))
+    role.rendezvous.publish("ready", step=step)
+    source = _open_source(role, world, policy)
+    report, batch = None, None
+    while step < config.max_steps:
+        watch = Stopwatch()
+        with watch("wait_for_batch"):
+            received = source.receive(step + 1, report, checkpointer.newest)
+        if not received.micro_batches:
+            break
+        batch, step = received, step + 1
+        role.rendezvous.publish("training", step=step)
+        with watch("forward_backward"):
+            result = forward_backward(policy, batch, role, world, PolicyVersion(lineage, step - 1))
+        with watch("optimizer"):
+            optimized = optimizer.step(step, result.loss)
+        with watch("publish"):
+            if serving:
+                writer.publish(PolicyVersion(lineage, step))
+        with watch("checkpoint"):
+            checkpointer.save_if_due(step, batch.journal_offset)
+        report = _report(step, result, optimized, watch, world)
+        if batch.last:
+            break
+    checkpoint = checkpointer.finish(step, batch.journal_offset) if batch else role.plan.checkpoint
+    writer.export()
+    source.finish(step, report, checkpointer.newest)
+    role.rendezvous.publish("trained", step=step, checkpoint=str(checkpoint) if checkpoint else None)
+    distributed.leave()
+
+
+def forward_backward(
+    policy: PolicyModel, batch: RankBatch, role: Role, world: distributed.World, version: PolicyVersion
+) -> BatchResult:
+    """Accumulate the gradient of the batch's loss; `version` is that of the weights. The result is alike on all ranks.
+
+    FSDP averages gradients over ranks while the loss is a sum over them, hence the factor.
+    """
+    counts = count_tokens(batch.micro_batches).tensor()
+    dist.all_reduce(counts)
+    total = TokenCounts.from_tensor(counts)
+    hf_config, totals = policy.config.to_dict(), BatchTotals()
+    for micro in batch.micro_batches:
+        tensors = MicroBatchTensors.of(micro, world.device)
+        logprobs, entropy = policy(PackedRow.of(micro, tensors))
+        loss, metrics = compute_loss(logprobs, entropy, tensors, role.config.loss, total, version.pack())
+        (loss * world.size).backward()
+        totals.add(loss, metrics, micro, hf_config)
+    return totals.reduce()
+
+
+def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
+    """Load the plan's checkpoint or the base model; returns the step that the weights come from."""
+    if role.plan.checkpoint:
+        return checkpointer.load(Path(role.plan.checkpoint))
+    load_weights(policy, Path(role.config.model.path))
+    return 0
+
+
+def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> BatchSource:
+    if role.config.mode == "sft":
+        return SFTSource(role, world, policy)
+    return open_source(role, world.rank, world.size)
+
+
+def _report(
+    step: int, result: BatchResult, optimized: dict[str, float], watch: Stopwatch, world: distributed.World
+) -> StepReport | None:
+    """Rank 0's account of a step."""
+    if not world.first:
+        return None
+    times = watch.seconds()
+    metrics = {**result.metrics(), **optimized, **performance(result, times, world), **times}
+    return StepReport(step=step, metrics=metrics)

@@ -1,0 +1,104 @@
+"""What a step measures: sums over micro-batches and ranks, durations, throughput and memory."""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from prime_hpc.algorithms.losses import Metrics
+from prime_hpc.models import spec
+from prime_hpc.trainer.distributed import World, gather
+from prime_hpc.transport.messages import MicroBatch
+
+
+class Stopwatch:
+    """Seconds of each named phase of one step."""
+
+    def __init__(self):
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phases[phase] = time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """`time/<phase>` of all phases, and `time/step` since the watch was made."""
+        times = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
+        return {**times, "time/step": time.perf_counter() - self._start}
+
+
+@dataclass
+class BatchTotals:
+    """One rank's sums over its micro-batches."""
+
+    loss: list[Tensor] = field(default_factory=list)
+    pairs: dict[str, list[Tensor]] = field(default_factory=dict)
+    tokens: int = 0
+    flops: float = 0.0
+
+    def add(self, loss: Tensor, metrics: Metrics, micro: MicroBatch, hf_config: dict) -> None:
+        """Tensors stay on the device until `reduce`, which waits for it once."""
+        self.loss.append(loss.detach().double())
+        for name, pair in metrics.items():
+            self.pairs.setdefault(name, []).append(torch.stack(pair))
+        self.tokens += sum(micro.seq_lens)
+        self.flops += spec.train_flops(hf_config, micro.seq_lens)
+
+    def reduce(self) -> "BatchResult":
+        """The sums over all ranks, the same on each."""
+        stacked = torch.stack([torch.stack(pairs).sum(0) for pairs in self.pairs.values()])
+        mine = {"loss": torch.stack(self.loss).sum().item(), "tokens": self.tokens, "flops": self.flops,
+                "pairs": dict(zip(self.pairs, stacked.tolist(), strict=True))}  # fmt: skip
+        ranks = gather(mine)
+        names = sorted({name for rank in ranks for name in rank["pairs"]})
+        pairs = {n: [sum(r["pairs"].get(n, (0.0, 0.0))[i] for r in ranks) for i in (0, 1)] for n in names}
+        return BatchResult(*(sum(rank[key] for rank in ranks) for key in ("loss", "tokens", "flops")), pairs)
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """A batch as all ranks see it: its loss, real tokens, FLOPs of forward and backward, and (sum, count) by name."""
+
+    loss: float
+    tokens: int
+    flops: float
+    pairs: dict[str, list[float]]
+
+    def metrics(self) -> dict[str, float]:
+        """Averages by name; a name without members is left out. The mismatch also says over how many tokens."""
+        means = {name: total / count for name, (total, count) in self.pairs.items() if count}
+        if "mismatch/abs" in means:
+            means["mismatch/abs_mean"] = means.pop("mismatch/abs")
+        if "mismatch/abs" in self.pairs:
+            means["mismatch/tokens"] = self.pairs["mismatch/abs"][1]
+        return {"loss": self.loss, "tokens/trained": float(self.tokens), **means}
+
+
+def performance(result: BatchResult, times: dict[str, float], world: World) -> dict[str, float]:
+    """Throughput over the whole step, waits included; MFU over forward, backward and optimiser on a known GPU."""
+    metrics = {"perf/tokens_per_s": result.tokens / times["time/step"], "perf/peak_memory_gib": _peak_memory(world)}
+    peak = _peak_flops(world)
+    if peak:
+        busy = times["time/forward_backward"] + times["time/optimizer"]
+        metrics["perf/mfu"] = result.flops / (busy * peak * world.size)
+    return metrics
+
+
+def _peak_memory(world: World) -> float:
+    """Of this rank, in GiB: the GPU's where there is one, else the process's."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _peak_flops(world: World) -> float | None:
+    if world.device.type != "cuda":
+        return None
+    return spec.device_peak_flops(torch.cuda.get_device_name(world.device))

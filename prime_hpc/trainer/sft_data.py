@@ -1,0 +1,131 @@
+"""Rows of messages as samples: assistant replies and their end token are trained, everything else is context."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.transport.arrays import Array
+from prime_hpc.transport.messages import NOT_SAMPLED, Sample
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rendered row: int32[n] token ids and bool[n], true on tokens to train."""
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+
+
+Render = Callable[[Messages], Row]
+
+
+def read_messages(path: Path) -> list[Messages]:
+    """The `messages` of every line of a JSONL file.
+
+    Raises:
+        ConfigurationError: the file is missing or empty, or a line has no messages; its number is in the text.
+    """
+
+    def problem(value: str, expected: str) -> ConfigurationError:
+        return ConfigurationError([ConfigProblem("trainer.sft.data", value, expected)])
+
+    if not path.is_file():
+        raise problem(str(path), "a JSONL file with a `messages` list a row")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise problem(f"{path}:{number}", f"a JSON object a line ({error})") from error
+        if not isinstance(row, dict) or not row.get("messages"):
+            raise problem(f"{path}:{number}", "a row with a `messages` list that is not empty")
+        rows.append(row["messages"])
+    if not rows:
+        raise problem(str(path), "at least one row")
+    return rows
+
+
+def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
+    """How rows become tokens: a renderer of the `renderers` package, or the tokenizer's chat template (`default`)."""
+    if renderer == "default":
+        return lambda messages: render_template(tokenizer, messages)
+    # here and not above: the package takes a second to load, and only rows of this kind need it
+    from renderers import build_training_sample, create_renderer
+    from renderers.configs import config_from_name
+
+    typed = create_renderer(tokenizer, config_from_name(renderer))
+
+    def render(messages: Messages) -> Row:
+        sample = build_training_sample(typed, messages, role_to_mask=lambda m: m["role"] == "assistant",
+                                       ensure_final_stop=True)  # fmt: skip
+        return Row(np.array(sample.token_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
+
+    return render
+
+
+def render_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Row:
+    """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token.
+
+    Raises:
+        ConfigurationError: the template rewrites earlier turns, so that no row of the conversation shows them all.
+    """
+    token_ids = _apply(tokenizer, messages)
+    mask = np.zeros(len(token_ids), dtype=bool)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = len(_prefix(tokenizer, messages[:i], token_ids, add_generation_prompt=True))
+            end = len(_prefix(tokenizer, messages[: i + 1], token_ids))
+            mask[start : _end_of_reply(tokenizer, token_ids, start, end)] = True
+    return Row(np.array(token_ids, dtype=np.int32), mask)
+
+
+def to_sample(row: Row, sample_id: str, max_tokens: int) -> Sample:
+    """The first `max_tokens` of a row as a sample of the cross-entropy component alone."""
+    token_ids, mask = row.token_ids[:max_tokens], row.mask[:max_tokens]
+    zeros = Array.of(np.zeros(len(token_ids)), "f4")
+    return Sample(
+        sample_id=sample_id,
+        source="sft",
+        token_ids=Array.of(token_ids, "i4"),
+        mask=Array.of(mask, "bool"),
+        logprobs=zeros,
+        versions=Array.of(np.full(len(token_ids), NOT_SAMPLED), "i8"),
+        advantages=zeros,
+        rl_weights=zeros,
+        ce_weights=Array.of(mask, "f4"),
+    )
+
+
+def batch_rows(rows: int, batch_size: int, step: int, seed: int, shuffle: bool) -> list[tuple[int, int]]:
+    """(epoch, row) of batch `step`, counted from 1: a pure function, so a resumed run needs no state for it."""
+    positions = range((step - 1) * batch_size, step * batch_size)
+    epochs = sorted({p // rows for p in positions})
+    orders = {e: np.random.default_rng((seed, e)).permutation(rows) if shuffle else np.arange(rows) for e in epochs}
+    return [(p // rows, int(orders[p // rows][p % rows])) for p in positions]
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **kwargs: bool) -> list[int]:
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase, messages: Messages, whole: list[int], **kwargs: bool) -> list[int]:
+    """The rendering of the first messages, which must begin that of the whole row."""
+    part = _apply(tokenizer, messages, **kwargs)
+    if whole[: len(part)] != part:
+        expected = "a renderer that keeps earlier turns: this chat template rewrites them (see the `renderers` package)"
+        raise ConfigurationError([ConfigProblem("model.renderer", "default", expected)])
+    return part
+
+
+def _end_of_reply(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], start: int, end: int) -> int:
+    """One past the end token of the reply in [start, end): what a template adds after it is not sampled."""
+    ends = [i for i in range(start, end) if token_ids[i] == tokenizer.eos_token_id]
+    return ends[-1] + 1 if ends else end

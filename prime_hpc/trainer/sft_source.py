@@ -1,0 +1,103 @@
+"""Batches of SFT rows behind the interface of the orchestrator's, and what the orchestrator would do with reports."""
+
+import time
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from prime_hpc.algorithms.packing import pack
+from prime_hpc.cluster.files import write_json
+from prime_hpc.cluster.role import Role
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.observe.monitor import Monitor
+from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.probe import Probe
+from prime_hpc.trainer.sft_data import Row, batch_rows, make_render, read_messages, to_sample
+from prime_hpc.transport.messages import RankBatch, StepReport
+
+
+class SFTSource:
+    """Every rank makes the same batch and takes its part; rank 0 logs the reports."""
+
+    def __init__(self, role: Role, world: World, policy: PolicyModel):
+        self._role, self._world, self._policy = role, world, policy
+        self._config, self._start = role.config, time.monotonic()
+        model, sft = role.config.model, role.config.trainer.sft
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+        messages = read_messages(Path(sft.data))
+        held_out = sft.probe.prompts if sft.probe.every else 0
+        if len(messages) <= held_out:
+            expected = f"fewer than the {len(messages)} rows of {sft.data}"
+            raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
+        render = make_render(tokenizer, model.renderer)
+        rows = [render(row) for row in messages]
+        self._rows = _trainable(role, rows[: len(rows) - held_out])
+        self._probe = Probe(_trainable(role, rows[-held_out:]), sft.probe, world, tokenizer.eos_token_id,
+                            role.config.seed) if held_out else None  # fmt: skip
+        self._monitor = Monitor(role) if world.first else None
+        self._losses: list[float] = []
+        self._exact_match: float | None = None
+        self._closed: int | None = None
+        """Last step whose report was logged and whose probe, where due, was made."""
+
+    def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
+        """Batch `step`, or an empty last one once the probe has reached its mark."""
+        config, seed, probe = self._config.trainer, self._config.seed, self._config.trainer.sft.probe
+        self._close_step(step - 1, report, due=bool(probe.every) and (step - 1) % probe.every == 0)
+        if None not in (probe.stop_at, self._exact_match) and self._exact_match >= probe.stop_at:
+            return self._batch(step, [], [])
+        samples = [to_sample(self._rows[i], f"{epoch}.{i}", self._config.seq_len) for epoch, i in
+                   batch_rows(len(self._rows), config.sft.batch_size, step, seed, config.sft.shuffle)]  # fmt: skip
+        packed = pack(samples, self._world.size, config.micro_batch_tokens or self._config.seq_len)
+        return self._batch(step, packed[self._world.rank], [sample.sample_id for sample in samples])
+
+    def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
+        """Log the last step, write the summary and declare the run complete."""
+        self._close_step(step, report, due=bool(self._probe))
+        if self._monitor:
+            self._monitor.close()
+            losses = self._losses or [None]
+            write_json(self._role.paths.summary, {
+                "steps": step, "loss_first": losses[0], "loss_last": losses[-1],
+                "probe_exact_match": self._exact_match, "wall_s": time.monotonic() - self._start})  # fmt: skip
+            self._role.mark_complete()
+
+    def _close_step(self, step: int, report: StepReport | None, *, due: bool) -> None:
+        """Probe where it is due and log the step; at the start, where nothing was trained, and again, do nothing."""
+        if self._closed is None or step <= self._closed:
+            self._closed = step
+            return
+        self._closed = step
+        if due:
+            self._exact_match = self._probe.exact_match(self._policy, step)
+        if self._monitor:
+            metrics = {**report.metrics, "probe/exact_match": self._exact_match} if due else report.metrics
+            self._monitor.log(step, metrics)
+            self._losses.append(report.metrics["loss"])
+            self._role.log.info(_line(step, metrics))
+
+    def _batch(self, step: int, micro_batches: list, sample_ids: list[str]) -> RankBatch:
+        return RankBatch(step=step, rank=self._world.rank, micro_batches=micro_batches, sample_ids=sample_ids,
+                         journal_offset=0, last=not micro_batches)  # fmt: skip
+
+
+def _trainable(role: Role, rows: list[Row]) -> list[Row]:
+    """Rows with a token to train within `seq_len`; says how many are cut or left out."""
+    limit = role.config.seq_len
+    kept = [row for row in rows if row.mask[1:limit].any()]
+    cut = sum(len(row.token_ids) > limit for row in kept)
+    if cut or len(kept) < len(rows):
+        role.log.warning("of %d rows, %d are cut to seq_len=%d and %d, without a token to train, are left out",
+                         len(rows), cut, limit, len(rows) - len(kept))  # fmt: skip
+    if not kept:
+        expected = "rows with an assistant message within seq_len"
+        raise ConfigurationError([ConfigProblem("trainer.sft.data", role.config.trainer.sft.data, expected)])
+    return kept
+
+
+def _line(step: int, metrics: dict[str, float]) -> str:
+    probe = f" | exact match {metrics['probe/exact_match']:.3f}" if "probe/exact_match" in metrics else ""
+    speed = f"{metrics['perf/tokens_per_s']:.0f} tokens/s | {metrics['time/step']:.2f} s"
+    return (f"step {step} | loss {metrics['loss']:.4f} | gradient norm {metrics['optim/grad_norm']:.3f} | "
+            f"lr {metrics['optim/lr']:.2e} | {speed}{probe}")  # fmt: skip

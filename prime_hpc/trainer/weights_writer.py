@@ -1,0 +1,125 @@
+"""Policy versions for the engines, and the final model: whole tensors in Hugging Face names, written by all ranks."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from prime_hpc.cluster.files import list_fresh, read_json
+from prime_hpc.cluster.role import Role
+from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.hf_weights import INDEX, SINGLE
+from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.transport import weights
+from prime_hpc.transport.messages import PolicyVersion
+
+FILE_BYTES = 2 * 2**30
+"""Size of one safetensors file, about: what a rank holds at once while it writes."""
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+
+
+class WeightsWriter:
+    """Every rank takes part in every call, since every tensor is gathered from all ranks."""
+
+    def __init__(self, role: Role, world: World, policy: PolicyModel):
+        self._role, self._world, self._policy = role, world, policy
+        config = role.config
+        wanted = config.trainer.publish_dtype
+        self._dtype = config.trainer.dtype if wanted == "auto" else wanted
+        self._keep = config.update.keep_versions
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Write, seal and announce `weights/vL.S`, then remove versions that nobody needs any more."""
+        final = self._role.paths.weights_version(str(version))
+        partial = final.with_name(f".{final.name}.partial")
+        self._write(partial)
+        if self._world.first:
+            self._role.lease.check()
+            weights.seal(partial, version, self._dtype)
+            weights.publish(partial, final)
+            self._clean_up()
+
+    def export(self) -> Path:
+        """Write `model/` in the run directory: weights, config and tokenizer, ready for any Hugging Face tool."""
+        final = self._role.paths.root / "model"
+        partial = final.with_name(".model.partial")
+        self._write(partial)
+        if self._world.first:
+            self._describe_model(partial)
+            self._role.lease.check()
+            weights.publish(partial, final)
+        dist.barrier()
+        return final
+
+    def _write(self, directory: Path) -> None:
+        """Fill a new `directory`; returns on every rank once all files are there."""
+        if self._world.first:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        dist.barrier()
+        parameters = dict(self._policy.named_parameters())
+        dtype = getattr(torch, self._dtype)
+        files = _divide({name: p.numel() * dtype.itemsize for name, p in parameters.items()})
+        for i, (file, names) in enumerate(files.items()):
+            _write_file(directory / file, {name: parameters[name] for name in names}, dtype,
+                        mine=i % self._world.size == self._world.rank)  # fmt: skip
+        if self._world.first and len(files) > 1:
+            index = {"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}}
+            (directory / INDEX).write_text(json.dumps(index, indent=1))
+        dist.barrier()
+
+    def _describe_model(self, directory: Path) -> None:
+        model = self._role.config.model
+        for source in dict.fromkeys((model.path, model.tokenizer or model.path)):
+            for path in Path(source).iterdir():
+                if path.suffix in TOKENIZER_SUFFIXES and path.name != INDEX and path.is_file():
+                    shutil.copyfile(path, directory / path.name)
+        config = json.loads((Path(model.path) / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "dtype": self._dtype}, indent=2))
+
+    def _clean_up(self) -> None:
+        """Delete old versions: beyond the newest few, and before the oldest that an engine still runs."""
+        paths = self._role.paths
+        versions = weights.published_versions(paths.weights)
+        acks = [read_json(paths.rendezvous / "acks" / name) for name in list_fresh(paths.rendezvous / "acks")
+                if name.endswith(".json") and not name.startswith(".")]  # fmt: skip
+        in_use = [PolicyVersion.parse(ack["version"]) for ack in acks if ack]
+        for version in versions[: -self._keep]:
+            if version < min(in_use, default=versions[-1]):
+                path = paths.weights_version(str(version))
+                condemned = path.with_name(f".{path.name}.removed")
+                path.rename(condemned)
+                shutil.rmtree(condemned)
+
+
+def _write_file(path: Path, parameters: dict[str, Tensor], dtype: torch.dtype, *, mine: bool) -> None:
+    """Gather the parameters one by one; the rank whose file it is keeps them and writes it."""
+    kept = {}
+    for name, parameter in parameters.items():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if mine:
+            kept[name] = whole.detach().to("cpu", dtype).contiguous()
+    if mine:
+        save_file(kept, path, metadata={"format": "pt"})
+        path.chmod(0o644)
+
+
+def _divide(sizes: dict[str, int]) -> dict[str, list[str]]:
+    """File name -> tensors in order, a new file wherever one would pass `FILE_BYTES`."""
+    groups: list[list[str]] = []
+    free = -math.inf
+    for name, size in sizes.items():
+        if size > free:
+            groups.append([])
+            free = FILE_BYTES
+        groups[-1].append(name)
+        free -= size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}

@@ -1,0 +1,173 @@
+"""Batches on their way to the trainer. The trainer asks, the orchestrator answers: a slow, late or restarted peer loses
+nothing, since a request may be repeated and every batch is kept until a checkpoint covers it.
+
+Two transports behind one pair of interfaces: ZMQ, and files of the run directory (`rollouts/batches/`).
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from prime_hpc.cluster.files import list_fresh, write_atomic
+from prime_hpc.cluster.role import Role
+from prime_hpc.errors import CorruptData, DeadlineExceeded
+from prime_hpc.transport import sockets
+from prime_hpc.transport.messages import BatchRequest, Message, RankBatch, StepReport, decode, encode
+
+ORCHESTRATOR = "orchestrator-0"
+REPEAT_S = 10.0
+POLL_S = 0.05
+
+Answer = Callable[[BatchRequest], Awaitable[RankBatch]]
+"""The orchestrator's handler: returns the asked batch once it exists."""
+
+
+class BatchSource(Protocol):
+    """The trainer rank's end."""
+
+    def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
+        """Batch `step`, waiting for it; hands over the report of the step before."""
+        ...
+
+    def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
+        """Hand over the last report after the final checkpoint."""
+        ...
+
+
+def open_source(role: Role, rank: int, world: int) -> BatchSource:
+    """The batch source of a trainer rank, by `orchestrator.transport`."""
+    kind = FileSource if role.config.orchestrator.transport == "files" else ZmqSource
+    return kind(role, rank, world)
+
+
+class ZmqSource:
+    """Asks the orchestrator over ZMQ and repeats the question until it is answered."""
+
+    def __init__(self, role: Role, rank: int, world: int):
+        self._rank, self._world = rank, world
+        self._timeout_s = role.config.trainer.batch_timeout_s
+        self._name = role.process.name
+        address = role.rendezvous.wait(ORCHESTRATOR, "batch_address", role.config.cluster.start_timeout_s)
+        self._socket = sockets.dealer(zmq.Context.instance(), role.secrets, address, role.process.name)
+
+    def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
+        request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report)
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            self._socket.send_multipart(encode(request))
+            until = time.monotonic() + REPEAT_S
+            while (left := until - time.monotonic()) > 0 and self._socket.poll(left * 1000):
+                reply = decode(self._socket.recv_multipart())
+                if isinstance(reply, RankBatch) and reply.step == step:  # answers to repeated questions are skipped
+                    return reply
+        raise DeadlineExceeded(self._name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
+
+    def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
+        self.receive(step + 1, report, checkpointed)
+
+
+class FileSource:
+    """Reads `rollouts/batches/step_N/rank_R.bin` and leaves `request_R.bin` for the orchestrator."""
+
+    def __init__(self, role: Role, rank: int, world: int):
+        self._root = role.paths.batches
+        self._rank, self._world = rank, world
+        self._timeout_s = role.config.trainer.batch_timeout_s
+        self._name = role.process.name
+
+    def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
+        self._ask(step, report, checkpointed)
+        directory, name = self._root / f"step_{step}", f"rank_{self._rank}.bin"
+        deadline = time.monotonic() + self._timeout_s
+        while name not in list_fresh(directory):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(self._name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
+            time.sleep(POLL_S)
+        return _read(directory / name)
+
+    def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
+        self._ask(step + 1, report, checkpointed)
+
+    def _ask(self, step: int, report: StepReport | None, checkpointed: int) -> None:
+        request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report)
+        _write(self._root / f"step_{step}" / f"request_{self._rank}.bin", request)
+
+
+class BatchServer(Protocol):
+    """The orchestrator's end: calls `answer` for every request until it is cancelled."""
+
+    address: str | None
+
+    async def serve(self, answer: Answer) -> None: ...
+
+
+def open_server(role: Role) -> BatchServer:
+    """The orchestrator's end of `orchestrator.transport`."""
+    if role.config.orchestrator.transport == "files":
+        return FileServer(role.paths.batches)
+    return ZmqServer(role)
+
+
+class ZmqServer:
+    """Answers every question in a task of its own, so that a rank that waits holds nobody up."""
+
+    def __init__(self, role: Role):
+        self._socket, port = sockets.router(zmq.asyncio.Context.instance(), role.secrets, role.bind_host)
+        self.address: str | None = f"tcp://{role.advertised_host}:{port}"
+
+    async def serve(self, answer: Answer) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                identity, *frames = await self._socket.recv_multipart()
+                request = decode(frames)
+                if not isinstance(request, BatchRequest):
+                    raise CorruptData(f"{identity.decode()} sent a {type(request).__name__} where batches are asked for")
+                tasks.create_task(self._reply(identity, request, answer))
+
+    async def _reply(self, identity: bytes, request: BatchRequest, answer: Answer) -> None:
+        await self._socket.send_multipart([identity, *encode(await answer(request))])
+
+
+class FileServer:
+    """Watches for request files and writes the answers beside them; older steps are removed once checkpointed."""
+
+    address = None
+
+    def __init__(self, root: Path):
+        self._root = root
+
+    async def serve(self, answer: Answer) -> None:
+        seen: set[str] = set()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for name in self._requests():
+                    if name not in seen:
+                        seen.add(name)
+                        tasks.create_task(self._reply(self._root / name, answer))
+                await asyncio.sleep(POLL_S)
+
+    def _requests(self) -> list[str]:
+        return [f"{step}/{name}" for step in list_fresh(self._root) for name in list_fresh(self._root / step)
+                if name.startswith("request_")]  # fmt: skip
+
+    async def _reply(self, path: Path, answer: Answer) -> None:
+        request = _read(path)
+        batch = await answer(request)
+        await asyncio.to_thread(_write, path.with_name(f"rank_{request.rank}.bin"), batch)
+        for step in list_fresh(self._root):
+            if int(step.removeprefix("step_")) <= request.checkpointed:
+                shutil.rmtree(self._root / step, ignore_errors=True)
+
+
+def _write(path: Path, message: Message) -> None:
+    write_atomic(path, b"\n".join(encode(message)), durable=False)
+
+
+def _read(path: Path) -> Message:
+    return decode(path.read_bytes().split(b"\n", 1))

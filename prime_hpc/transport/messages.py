@@ -1,0 +1,224 @@
+"""Every message two roles exchange. One tagged union, one schema version; an unknown version is refused.
+
+Directions:
+    env worker -> orchestrator: WorkerHello, RolloutDone
+    orchestrator -> env worker: RunRollout, CancelRollout
+    trainer rank -> orchestrator: BatchRequest (asks for a batch and reports the step before it)
+    orchestrator -> trainer rank: RankBatch
+"""
+
+from typing import Union
+
+import msgspec
+import numpy as np
+
+from prime_hpc.errors import CorruptData, SchemaMismatch
+from prime_hpc.transport.arrays import Array
+
+SCHEMA_VERSION = 1
+NOT_SAMPLED = -1
+"""Stands in a version stream where a token was not sampled by the policy."""
+_LINEAGE_SHIFT = 32
+
+
+class PolicyVersion(msgspec.Struct, array_like=True, frozen=True, order=True):
+    """Weights after `step` optimiser steps on `lineage`; step 0 is the base model."""
+
+    lineage: int
+    step: int
+
+    def pack(self) -> int:
+        """One int64 for a per-token version stream."""
+        return (self.lineage << _LINEAGE_SHIFT) | self.step
+
+    @classmethod
+    def unpack(cls, packed: int) -> "PolicyVersion":
+        return cls(int(packed) >> _LINEAGE_SHIFT, int(packed) & ((1 << _LINEAGE_SHIFT) - 1))
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicyVersion":
+        """From `lineage.step`, as engines report it."""
+        lineage, step = text.split(".")
+        return cls(int(lineage), int(step))
+
+
+class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A contiguous token sequence ready to train on; every stream has the length of `token_ids`.
+
+    token_ids i4[n]; mask bool[n], true on sampled and trainable tokens; logprobs f4[n], of the sampler at its
+    temperature, 0 where not sampled; versions i8[n], a packed `PolicyVersion` or `NOT_SAMPLED`; advantages f4[n].
+    A component's weights are f4[n]; an absent `rl_weights` stands for ones on the mask, an absent other for zeros.
+    """
+
+    sample_id: str
+    source: str
+    token_ids: Array
+    mask: Array
+    logprobs: Array
+    versions: Array
+    temperature: float = 1.0
+    advantages: Array | None = None
+    rl_weights: Array | None = None
+    ce_weights: Array | None = None
+    ref_kl_weights: Array | None = None
+    ref_logprobs: Array | None = None
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """Why a rollout has no reward. `kind` is environment, inference or infrastructure."""
+
+    kind: str
+    type: str
+    message: str
+
+
+class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both)."""
+
+    rollout_id: str
+    source: str
+    task_id: str
+    samples: list[Sample] = []
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    num_turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    truncated: bool = False
+    stop_condition: str = ""
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+class WorkerHello(msgspec.Struct, kw_only=True, tag=True):
+    """An environment worker is there; it says so every few seconds. `num_tasks` is None for an endless taskset.
+
+    `first` marks the first hello of a process; `running` names the rollouts it is working on.
+    """
+
+    worker: str
+    source: str
+    capacity: int
+    num_tasks: int | None
+    first: bool = False
+    running: list[str] = []
+
+
+class RunRollout(msgspec.Struct, kw_only=True, tag=True):
+    """Run task number `task_index` of the worker's source once, against the engine at `base_url`."""
+
+    rollout_id: str
+    task_index: int
+    base_url: str
+    model: str
+    version: PolicyVersion
+    sampling: dict[str, float | int | str | None]
+    evaluate: bool = False
+    time_limit_s: float = 600.0
+
+
+class CancelRollout(msgspec.Struct, kw_only=True, tag=True):
+    """Stop a rollout; the worker answers with a RolloutDone whose failure has type `Cancelled`."""
+
+    rollout_id: str
+
+
+class RolloutDone(msgspec.Struct, kw_only=True, tag=True):
+    """A finished or failed rollout. `messages` is the conversation as JSON, for the records."""
+
+    worker: str
+    rollout: Rollout
+    messages: str = "[]"
+
+
+class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Samples packed into one row of `sum(seq_lens)` tokens; streams as in `Sample`, here always present but the weights.
+
+    `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each.
+    """
+
+    token_ids: Array
+    mask: Array
+    logprobs: Array
+    versions: Array
+    advantages: Array
+    temperatures: Array
+    seq_lens: list[int]
+    sources: list[str]
+    rl_weights: Array | None = None
+    ce_weights: Array | None = None
+    ref_kl_weights: Array | None = None
+    ref_logprobs: Array | None = None
+
+    def position_ids(self) -> np.ndarray:
+        """i8[n]: positions that restart at 0 with every packed sequence."""
+        return np.concatenate([np.arange(n, dtype=np.int64) for n in self.seq_lens])
+
+
+class RankBatch(msgspec.Struct, kw_only=True, tag=True):
+    """Batch `step` as one data-parallel rank sees it. Every rank gets the same number of micro-batches.
+
+    `sample_ids` are those of the whole batch, in order; `journal_offset` is where a resume after this step begins.
+    An empty `micro_batches` with `last` tells the trainer to stop.
+    """
+
+    step: int
+    rank: int
+    micro_batches: list[MicroBatch]
+    sample_ids: list[str]
+    journal_offset: int
+    last: bool = False
+
+
+class StepReport(msgspec.Struct, kw_only=True):
+    """What the trainer measured in one step; names as in docs/metrics.md."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class BatchRequest(msgspec.Struct, kw_only=True, tag=True):
+    """Rank `rank` of `world` data-parallel ranks asks for batch `step`; the request may be repeated at will.
+
+    `checkpointed` is the newest complete checkpoint's step: batches up to it need not be kept any more.
+    """
+
+    rank: int
+    world: int
+    step: int
+    checkpointed: int
+    report: StepReport | None = None
+
+
+Message = Union[WorkerHello, RunRollout, CancelRollout, RolloutDone, BatchRequest, RankBatch]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> list[bytes]:
+    """Two frames: the schema version, then the message."""
+    return [b"%d" % SCHEMA_VERSION, _encoder.encode(message)]
+
+
+def decode(frames: list[bytes]) -> Message:
+    """The message of two frames.
+
+    Raises:
+        SchemaMismatch: the peer speaks another schema version.
+        CorruptData: the frames hold no message of this schema.
+    """
+    if len(frames) != 2:
+        raise CorruptData(f"a message has 2 frames, got {len(frames)}")
+    if frames[0] != b"%d" % SCHEMA_VERSION:
+        raise SchemaMismatch(
+            f"a peer speaks message schema {frames[0][:20].decode(errors='replace')!r}, this process speaks "
+            f"{SCHEMA_VERSION}: start every process of a run from one installation of prime_hpc"
+        )
+    try:
+        return _decoder.decode(frames[1])
+    except msgspec.MsgspecError as error:
+        raise CorruptData(f"not a message of schema {SCHEMA_VERSION}: {error}") from error

@@ -1,0 +1,99 @@
+"""From groups to batches: credit, staleness, pruning, and what the shelf keeps."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prime_hpc.algorithms.staleness import Lineages
+from prime_hpc.config.run import RunConfig
+from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
+from prime_hpc.orchestrator.groups import Group
+from prime_hpc.transport.arrays import Array
+from prime_hpc.transport.messages import BatchRequest, Failure, PolicyVersion, Rollout, RolloutDone, Sample
+
+
+def rollout(name: str, reward: float | None, version: int = 0) -> RolloutDone:
+    stamp = PolicyVersion(0, version).pack()
+    sample = Sample(
+        sample_id=f"{name}/0", source="words", token_ids=Array.of([5, 6, 7, 8], "i4"), mask=Array.of([0, 0, 1, 1], "bool"),
+        logprobs=Array.of([0, 0, -1, -2], "f4"), versions=Array.of([-1, -1, stamp, stamp], "i8"),
+    )  # fmt: skip
+    failure = None if reward is not None else Failure(kind="environment", type="Timeout", message="too slow")
+    made = Rollout(rollout_id=name, source="words", task_id="t", samples=[sample], reward=reward, failure=failure)
+    return RolloutDone(worker="w", rollout=made)
+
+
+def group(name: str, rewards: list[float | None], version: int = 0) -> Group:
+    made = Group(name, "words", 0, PolicyVersion(0, version), len(rewards))
+    made.done = [rollout(f"{name}-{i}", reward, version) for i, reward in enumerate(rewards)]
+    return made
+
+
+def make(groups: list[Group], step: int = 1, **settings: object) -> Batch:
+    config = RunConfig()
+    for key, value in settings.items():
+        setattr(config.orchestrator, key, value)
+    return BatchMaker(config, Lineages([])).make(step, groups)
+
+
+def test_advantages_compare_a_group_and_failures_have_no_say() -> None:
+    batch = make([group("a", [1.0, 0.0, None, 0.5])])
+    assert [s.sample_id for s in batch.samples] == ["a-0/0", "a-1/0"], "the mean itself carries no gradient"
+    assert [s.advantages.numpy().tolist() for s in batch.samples] == [[0, 0, 0.5, 0.5], [0, 0, -0.5, -0.5]]
+    assert batch.dropped == {"zero_advantage": 2}
+    assert len(batch.rollouts) == 4 and len(batch.scored) == 3
+
+
+def test_zero_advantage_tokens_stay_where_they_are_wanted() -> None:
+    batch = make([group("a", [1.0, 1.0])], drop_zero_advantage=False)
+    assert len(batch.samples) == 2 and all(not s.advantages.numpy().any() for s in batch.samples)
+
+
+def test_tokens_past_the_bound_leave_and_are_counted() -> None:
+    batch = make([group("a", [1.0, 0.0], version=0), group("b", [1.0, 0.0], version=2)], step=4, max_staleness=1)
+    assert [s.sample_id for s in batch.samples] == ["b-0/0", "b-1/0"]
+    assert batch.dropped["stale"] == 4
+    assert batch.staleness.tolist() == [1, 1, 1, 1]
+
+
+def test_an_all_equal_batch_has_nothing_to_train() -> None:
+    assert make([group("a", [1.0, 1.0]), group("b", [None, None])]).samples == []
+
+
+def ask(shelf: BatchShelf, step: int, *, checkpointed: int = 0, world: int = 1):
+    return shelf.answer(BatchRequest(rank=0, world=world, step=step, checkpointed=checkpointed))
+
+
+def test_a_batch_is_kept_until_a_checkpoint_covers_it(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        config = RunConfig()
+        config.max_steps, config.model.path = 3, str(tiny_model)
+        shelf = BatchShelf(config)
+        first, second = make([group("a", [1.0, 0.0])]), make([group("b", [1.0, 0.0])], step=2)
+        await shelf.put(first)
+        await shelf.put(second)
+        one = await ask(shelf, 1)
+        assert one.sample_ids == ["a-0/0", "a-1/0"]
+        await ask(shelf, 2)
+        assert await ask(shelf, 1) == one, "a trainer that went back gets the same batch again"
+        halves = await ask(shelf, 1, world=2)
+        assert sum(micro.mask.length for micro in halves.micro_batches) == 4, "or cut for another number of ranks"
+        await ask(shelf, 2, checkpointed=1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(shelf, 1, checkpointed=1), 0.05)
+        assert (await ask(shelf, 4)).last
+
+    asyncio.run(scenario())
+
+
+def test_staleness_is_judged_by_each_token() -> None:
+    mixed = group("a", [1.0, 0.0])
+    old, new = PolicyVersion(0, 0).pack(), PolicyVersion(0, 3).pack()
+    for done in mixed.done:
+        done.rollout.samples[0].versions = Array.of([-1, -1, old, new], "i8")
+    batch = make([mixed], step=4, max_staleness=2)
+    assert [s.mask.numpy().tolist() for s in batch.samples] == [[False, False, False, True]] * 2
+    assert batch.dropped == {"stale": 2}
+    assert np.array_equal(batch.staleness, [0, 0])

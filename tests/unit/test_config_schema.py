@@ -1,0 +1,108 @@
+"""The schema names every mistake of a configuration at once, with the nearest valid name."""
+
+import dataclasses
+import typing
+
+import pytest
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import find_schema_problems, known_keys, parse, to_dict
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+
+
+def only(raw: dict) -> ConfigProblem:
+    [problem] = find_schema_problems(raw)
+    return problem
+
+
+def test_all_problems_come_at_once():
+    raw = {
+        "max_step": 10,
+        "seed": "one",
+        "orchestrator": {"batch_size": 0, "group_sise": 4},
+        "optimizer": {"name": "adam", "lr": -1},
+        "env": {"train": [{"ratio": 0}]},
+    }
+    with pytest.raises(ConfigurationError) as caught:
+        parse(raw)
+    assert {p.key for p in caught.value.problems} == {
+        "max_step", "seed", "orchestrator.batch_size", "orchestrator.group_sise", "optimizer.name", "optimizer.lr",
+        "env.train.0.id", "env.train.0.ratio",
+    }  # fmt: skip
+    text = str(caught.value)
+    assert text.startswith("8 problems in the configuration:")
+    assert all(p.key in text for p in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "nearest"),
+    [
+        ({"max_step": 1}, "max_step", "max_steps"),
+        ({"orchestrator": {"max_stalenes": 1}}, "orchestrator.max_stalenes", "max_staleness"),
+        ({"env": {"train": [{"id": "m", "sampling": {"top": 1}}]}}, "env.train.0.sampling.top", "top_p"),
+        ({"trainer": {"sft": {"dta": "x"}}}, "trainer.sft.dta", "data"),
+        ({"zzzzzz": 1}, "zzzzzz", None),
+    ],
+)
+def test_unknown_key_names_the_nearest(raw, key, nearest):
+    problem = only(raw)
+    assert (problem.key, problem.nearest) == (key, nearest)
+    assert problem.expected.startswith("no such key; known here: ")
+
+
+def test_wrong_choice_lists_the_choices():
+    problem = only({"loss": {"name": "defualt"}})
+    assert problem == ConfigProblem("loss.name", "defualt", "one of default, ipo, custom", "default")
+    assert str(problem) == "loss.name = 'defualt': expected one of default, ipo, custom; did you mean 'default'?"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"seq_len": "long"}, "a whole number"),
+        ({"seq_len": 0}, "at least 1"),
+        ({"optimizer": {"lr": "fast"}}, "a number"),
+        ({"optimizer": {"max_grad_norm": 0}}, "more than 0.0"),
+        ({"env": {"error_budget": 1.5}}, "at most 1.0"),
+        ({"trainer": {"compile": "maybe"}}, "true or false"),
+        ({"run": {"output_dir": 3}}, "text"),
+        ({"run": {"name": "a b"}}, "text that matches ^[A-Za-z0-9][A-Za-z0-9._+-]*$"),
+        ({"env": {"train": {}}}, "a list"),
+        ({"orchestrator": 3}, "a mapping"),
+        ({"env": {"train": [{}]}}, "a value, it has no default"),
+    ],
+)
+def test_expectation_is_told_in_words(raw, expected):
+    assert only(raw).expected == expected
+
+
+def test_empty_configuration_is_valid_and_survives_its_dictionary():
+    config = parse({})
+    assert config == RunConfig()
+    assert parse(to_dict(config)) == config
+
+
+def test_free_form_sections_take_any_key():
+    config = parse({"inference": {"vllm": {"max_model_len": 64}}, "env": {"train": [{"id": "m", "args": {"x": [1]}}]}})
+    assert config.inference.vllm == {"max_model_len": 64}
+    assert config.env.train[0].args == {"x": [1]}
+
+
+def test_known_keys_of_a_section():
+    assert known_keys(("checkpoint",)) == ["every", "keep_last", "keep_every"]
+    assert "id" in known_keys(("env", "train", 0))
+    assert known_keys(("inference", "vllm")) == []
+
+
+def sections(cls: type) -> typing.Iterator[type]:
+    yield cls
+    for hint in typing.get_type_hints(cls).values():
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part):
+                yield from sections(part)
+
+
+@pytest.mark.parametrize("section", sorted(set(sections(RunConfig)), key=lambda s: s.__name__))
+def test_every_section_forbids_unknown_keys(section):
+    assert section.__pydantic_config__["extra"] == "forbid"
+    assert section.__doc__

@@ -1,0 +1,66 @@
+"""Placement: who gets which GPU, and what a plan says."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import ConfigurationError
+from prime_hpc.plan.build import Attempt, build_plan, place_gpus
+from prime_hpc.plan.run_plan import PLAN_SCHEMA, load
+
+
+def config(ranks: int = 1, replicas: int = 1, **trainer) -> RunConfig:
+    made = RunConfig()
+    made.env.train = [SourceConfig(id="prime_hpc.envs.reverse_text")]
+    made.trainer.ranks, made.inference.replicas = ranks, replicas
+    for key, value in trainer.items():
+        setattr(made.trainer, key, value)
+    return made
+
+
+def test_without_gpus_nobody_gets_one() -> None:
+    assert place_gpus(config(ranks=2), gpus=0) == ([[]], [[], []])
+
+
+def test_two_gpus_are_split_and_one_is_shared() -> None:
+    assert place_gpus(config(), gpus=2) == ([[0]], [[1]])
+    assert place_gpus(config(), gpus=1) == ([[0]], [[0]])
+
+
+def test_tensor_parallel_engines_come_first() -> None:
+    made = config(ranks=2, replicas=2)
+    made.inference.vllm["tensor_parallel_size"] = 2
+    assert place_gpus(made, gpus=8) == ([[0, 1], [2, 3]], [[4], [5]])
+
+
+def test_too_few_gpus_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigurationError, match="at most 1 GPUs for 1 of inference and 2 of the trainer"):
+        place_gpus(config(ranks=2), gpus=1)
+    with pytest.raises(ConfigurationError, match="at most 1 GPUs for 1 of inference and 1 of the trainer"):
+        place_gpus(config(share_gpu=False), gpus=1)
+
+
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="trainer.device = 'cuda'"):
+        place_gpus(config(device="cuda"), gpus=0)
+
+
+def test_a_plan_names_every_process_and_survives_a_round_trip(tmp_path: Path) -> None:
+    plan = build_plan(config(ranks=2), tmp_path / "run", Attempt(number=3), gpus=0)
+    assert [p.name for p in plan.processes] == ["orchestrator-0", "env-reverse_text-0", "env-reverse_text-1",
+                                                "inference-0", "trainer-0", "trainer-1"]  # fmt: skip
+    trainer = plan.process("trainer-1")
+    assert trainer.command[1:] == ["-m", "prime_hpc.trainer", str(tmp_path / "run/plan.json"), "--process", "trainer-1"]
+    assert trainer.log == str(tmp_path / "run/logs/attempt_3/trainer-1.log")
+    assert plan.process("env-reverse_text-0").env["PRIME_HPC_SOURCE"] == "reverse_text"
+    (tmp_path / "plan.json").write_bytes(plan.dump())
+    assert load(tmp_path / "plan.json") == plan
+    assert load(tmp_path / "plan.json").schema == PLAN_SCHEMA
+
+
+def test_sft_has_trainer_ranks_only(tmp_path: Path) -> None:
+    made = config(ranks=2)
+    made.mode = "sft"
+    assert [p.component for p in build_plan(made, tmp_path, Attempt(), gpus=0).processes] == ["trainer", "trainer"]

@@ -1,0 +1,103 @@
+"""Rollout records keep every token, its version and its log-probability."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+from prime_hpc.cluster.files import write_json
+from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.observe.records import RolloutRecorder, read_records, record_path, version_runs
+from prime_hpc.transport.arrays import Array
+from prime_hpc.transport.messages import NOT_SAMPLED, Failure, PolicyVersion, Rollout, RolloutDone, Sample
+from tests.unit.test_monitor import role
+
+V1, V2 = PolicyVersion(0, 1).pack(), PolicyVersion(3, 2).pack()
+MESSAGES = [{"role": "user", "content": "ab\nü"}, {"role": "assistant", "content": "ba"}]
+
+
+def done(name: str, **fields) -> RolloutDone:
+    sample = Sample(
+        sample_id=f"{name}/0",
+        source="words",
+        token_ids=Array.of([7, 8, 9, 10], "i4"),
+        mask=Array.of([0, 1, 1, 1], "bool"),
+        logprobs=Array.of([0, -0.1, -0.2, -1e-7], "f4"),
+        versions=Array.of([NOT_SAMPLED, V1, V1, V2], "i8"),
+        temperature=0.5,
+    )
+    rollout = Rollout(rollout_id=name, source="words", task_id="t1", samples=[sample], **fields)
+    return RolloutDone(worker="env-0", rollout=rollout, messages=json.dumps(MESSAGES))
+
+
+def test_a_record_holds_what_was_sampled(tmp_path):
+    recorder = RolloutRecorder(role(tmp_path))
+    recorder.add(3, done("a", reward=0.5, rewards={"exact": 0.5}, metrics={"length": 2.0}, num_turns=1))
+    recorder.flush(3)
+    [record] = read_records(tmp_path / "rollouts" / "step_3.jsonl.zst")
+    [sample] = record.pop("samples")
+    assert {k: record[k] for k in ("step", "worker", "rollout_id", "source", "task_id", "reward", "failure")} == {
+        "step": 3, "worker": "env-0", "rollout_id": "a", "source": "words", "task_id": "t1", "reward": 0.5,
+        "failure": None,
+    }  # fmt: skip
+    assert (record["rewards"], record["metrics"], record["messages"]) == ({"exact": 0.5}, {"length": 2.0}, MESSAGES)
+    assert np.array(sample.pop("logprobs"), np.float32).tolist() == np.float32([0, -0.1, -0.2, -1e-7]).tolist()
+    assert sample == {
+        "sample_id": "a/0",
+        "temperature": 0.5,
+        "token_ids": [7, 8, 9, 10],
+        "mask": [0, 1, 1, 1],
+        "versions": [["0.1", 1, 3], ["3.2", 3, 4]],
+        "advantages": None,
+    }
+
+
+def test_a_sample_that_trained_is_recorded_as_the_trainer_got_it(tmp_path):
+    recorder = RolloutRecorder(role(tmp_path))
+    sampled = done("a", reward=1.0)
+    [sample] = sampled.rollout.samples
+    trained = msgspec.structs.replace(sample, mask=Array.of([0, 0, 1, 1], "bool"),
+                                      advantages=Array.of([0, 0, 0.5, 0.5], "f4"))  # fmt: skip
+    recorder.add(1, sampled, {sample.sample_id: trained})
+    recorder.flush(1)
+    [record] = read_records(record_path(tmp_path / "rollouts", 1))
+    assert (record["samples"][0]["mask"], record["samples"][0]["advantages"]) == ([0, 0, 1, 1], [0, 0, 0.5, 0.5])
+
+
+def test_failures_are_records_too_and_order_is_kept(tmp_path):
+    recorder = RolloutRecorder(role(tmp_path))
+    recorder.add(1, done("a", reward=1.0))
+    recorder.add(2, done("c", reward=1.0))
+    recorder.add(1, done("b", failure=Failure(kind="environment", type="Timeout", message="600 s")))
+    recorder.flush(1)
+    records = list(read_records(record_path(tmp_path / "rollouts", 1)))
+    assert [record["rollout_id"] for record in records] == ["a", "b"]
+    assert records[1]["reward"] is None
+    assert records[1]["failure"] == {"kind": "environment", "type": "Timeout", "message": "600 s"}
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_1.jsonl.zst"]
+
+
+def test_a_later_attempt_replaces_the_file_of_a_step(tmp_path):
+    for name in ("old", "new"):
+        recorder = RolloutRecorder(role(tmp_path))
+        recorder.add(1, done(name, reward=1.0))
+        recorder.flush(1)
+    assert [r["rollout_id"] for r in read_records(record_path(tmp_path / "rollouts", 1))] == ["new"]
+
+
+def test_a_fenced_attempt_writes_nothing(tmp_path):
+    recorder = RolloutRecorder(role(tmp_path))
+    recorder.add(1, done("a", reward=1.0))
+    write_json(tmp_path / "rendezvous" / "lease.json", {"attempt": 2, "beat": 1.0})
+    with pytest.raises(InfrastructureFailure, match="attempt 2 has taken over"):
+        recorder.flush(1)
+    assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.mark.parametrize(
+    ("versions", "runs"),
+    [([], []), ([NOT_SAMPLED], []), ([V1, V1, NOT_SAMPLED, V1], [("0.1", 0, 2), ("0.1", 3, 4)])],
+)
+def test_version_runs(versions, runs):
+    assert version_runs(np.array(versions, dtype=np.int64)) == runs

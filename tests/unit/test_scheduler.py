@@ -1,0 +1,178 @@
+"""Credits, staleness and restoring of the scheduler, on a runner that a test controls."""
+
+import asyncio
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+from prime_hpc.algorithms.staleness import Lineages
+from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.run import RunConfig
+from prime_hpc.orchestrator.journal import Journal
+from prime_hpc.orchestrator.scheduler import Scheduler
+from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
+from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
+
+GROUP = 4
+
+
+class Gate:
+    """A runner whose rollouts end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, asyncio.Future] = {}
+
+    async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion) -> RolloutDone:
+        future = self.running[rollout_id] = asyncio.get_running_loop().create_future()
+        try:
+            await future
+        finally:
+            del self.running[rollout_id]
+        return RolloutDone(worker="w", rollout=Rollout(rollout_id=rollout_id, source=source, task_id="t", reward=1.0))
+
+    async def finish_all(self) -> None:
+        for future in list(self.running.values()):
+            future.set_result(None)
+        await settle()
+
+
+async def drain(gate: Gate) -> None:
+    while gate.running:
+        await gate.finish_all()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Clock:
+    """Versions as a test sets them."""
+
+    def __init__(self) -> None:
+        self.published = self.served = PolicyVersion(0, 0)
+        self.shipped = 0
+        self.lineages = Lineages([])
+
+    @property
+    def lead(self) -> int:
+        return self.shipped - self.published.step
+
+
+def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = None, **settings: int) -> Scheduler:
+    config = RunConfig()
+    config.orchestrator.group_size, config.orchestrator.batch_size = GROUP, 8
+    for key, value in settings.items():
+        setattr(config.orchestrator, key, value)
+    role = SimpleNamespace(config=config, log=logging.getLogger("test"))
+    journal = journal or Journal(tmp_path / "journal.bin")
+    order = TaskOrder(SourceConfig(id="words"), 100, 0, journal.state.draws.get("words", 0))
+    return Scheduler(role, gate, Mixture({"words": 1.0}, {"words": order}), clock, journal)
+
+
+async def started(scheduler: Scheduler) -> asyncio.Task:
+    task = asyncio.create_task(scheduler.run())
+    await settle()
+    return task
+
+
+async def stopped(scheduler: Scheduler, task: asyncio.Task) -> None:
+    await scheduler.close()
+    await asyncio.wait_for(task, 5)
+
+
+def test_a_waiting_batch_stops_new_groups(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock)
+        task = await started(scheduler)
+        assert len(gate.running) == 8, "max_inflight defaults to batch_size"
+        await gate.finish_all()
+        assert (scheduler.ready_rollouts, len(gate.running)) == (8, 8), "places are filled the moment they are free"
+        await gate.finish_all()
+        assert (scheduler.ready_rollouts, len(gate.running)) == (16, 0), "a batch waits: nothing new opens"
+        del scheduler.ready[:]
+        clock.shipped = 1
+        await scheduler.notify()
+        await settle()
+        assert len(gate.running) == 8, "sampling goes on while batch 1 trains"
+        await drain(gate)
+        del scheduler.ready[:]
+        clock.shipped = 2
+        await scheduler.notify()
+        await settle()
+        assert not gate.running, "two batches shipped and untrained: no credit left"
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_without_staleness_sampling_waits_for_the_trainer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock, max_staleness=0, max_inflight=100)
+        task = await started(scheduler)
+        assert len(gate.running) == 8, "exactly one batch may be sampled ahead"
+        await gate.finish_all()
+        assert (scheduler.ready_rollouts, len(gate.running)) == (8, 0)
+        del scheduler.ready[:]
+        clock.shipped = 1
+        await scheduler.notify()
+        await settle()
+        assert not gate.running
+        clock.published = clock.served = PolicyVersion(0, 1)
+        await scheduler.notify()
+        await settle()
+        assert len(gate.running) == 8
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_hopeless_groups_are_cancelled_running_or_ready(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock)
+        task = await started(scheduler)
+        for rollout_id in list(gate.running)[:GROUP]:
+            gate.running[rollout_id].set_result(None)
+        await settle()
+        assert (len(scheduler.ready), len(scheduler.open)) == (1, 2)
+        clock.served = PolicyVersion(0, 5)
+        assert scheduler.cancel_where(lambda group: group.version.step < 5) == 3 * GROUP
+        await scheduler.notify()
+        await settle()
+        assert {g.version.step for g in scheduler.open.values()} == {5}
+        assert not scheduler.ready and scheduler.cancelled == 3 * GROUP
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_restored_groups_run_what_is_missing_under_the_same_task(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock)
+        task = await started(scheduler)
+        first = list(gate.running)[: GROUP + 1]
+        for rollout_id in first:
+            gate.running[rollout_id].set_result(None)
+        await settle()
+        journal = scheduler._journal
+        tasks = {g.group_id: g.task_index for g in [*scheduler.ready, *scheduler.open.values()]}
+        offset = journal.offset
+        await stopped(scheduler, task)
+
+        journal = Journal(tmp_path / "journal.bin", upto=offset)
+        gate, again = Gate(), None
+        again = make(tmp_path, gate, clock, journal)
+        again.restore(journal.state)
+        assert again.ready_rollouts == GROUP
+        task = await started(again)
+        assert {g.group_id: g.task_index for g in [*again.ready, *again.open.values()]} == tasks
+        partial = next(g for g in again.open.values() if g.done)
+        missing = [r for r in gate.running if r.startswith(partial.group_id)]
+        assert len(missing) == GROUP - 1
+        await stopped(again, task)
+
+    asyncio.run(scenario())

@@ -1,0 +1,132 @@
+"""Write docs/configuration.md from the schema: `python -m tools.config_reference [--check]`.
+
+Keys, types, bounds and defaults come from the dataclasses in `prime_hpc/config`, meanings from the docstrings under
+their fields, so that the reference cannot disagree with what a run accepts.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import annotated_types
+import yaml
+
+from prime_hpc.config.run import RunConfig
+
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+Every key of a run, made from the schema by `python -m tools.config_reference`. Groups of ready choices lie in `conf/`
+(`algorithm=max_rl`, `loss=ipo`, `launcher=dry_run`, `+experiment=reverse_text`); a single key is set on the command line
+by its dotted name:
+
+    python -m prime_hpc.launch +experiment=reverse_text_cpu max_steps=20 optimizer.lr=3e-5
+
+A folder of your own groups is added with `--config-dir FOLDER`. All mistakes of name, type and range are printed at once,
+with the nearest valid name. The resolved configuration lies in the run's `config.yaml`, each value followed by where it
+came from (default, group, experiment or command line).
+"""
+TYPE_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "mapping", types.NoneType: "null"}
+
+
+def reference() -> str:
+    """The whole page."""
+    return INTRODUCTION + "".join(_section(key, section) for key, section in _sections("", RunConfig))
+
+
+def _sections(key: str, section: type) -> Iterator[tuple[str, type]]:
+    """A section and those inside it, depth first, each with its dotted key."""
+    yield key, section
+    for name, hint in typing.get_type_hints(section, include_extras=True).items():
+        inner, brackets = (get_args(hint)[0], "[]") if get_origin(hint) is list else (hint, "")
+        if dataclasses.is_dataclass(inner):
+            yield from _sections(f"{key}.{name}{brackets}".lstrip("."), inner)
+
+
+def _section(key: str, section: type) -> str:
+    hints, meanings = typing.get_type_hints(section, include_extras=True), _meanings(section)
+    rows = [
+        f"| `{field.name}` | {_type(hints[field.name])} | {_default(field)} | {_cell(meanings[field.name])} |"
+        for field in dataclasses.fields(section)
+        if not dataclasses.is_dataclass(hints[field.name])
+    ]
+    title = f"`{key}`" if key else "Top level"
+    table = ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
+    return "\n".join(["", f"## {title}", "", inspect.getdoc(section) or "", "", *(table if rows else []), ""])
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """Docstrings under the fields of a dataclass, by name of the field."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def _type(hint: Any) -> str:
+    """A type in the words of a YAML file."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return ", ".join([_type(args[0]), *_bounds(args[1:])])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_type(arg) for arg in args)
+    if origin is list:
+        return f"list of {'mappings' if dataclasses.is_dataclass(args[0]) else _type(args[0])}"
+    if origin is tuple:
+        return f"list of {len(args)} {_type(args[0])}s"
+    return TYPE_NAMES[origin or hint]
+
+
+def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+    """Bounds of an annotated field, e.g. `at least 1`."""
+    for item in (bound for field in metadata for bound in field.metadata):
+        match item:
+            case annotated_types.Ge(ge):
+                yield f"at least {ge}"
+            case annotated_types.Gt(gt):
+                yield f"more than {gt}"
+            case annotated_types.Le(le):
+                yield f"at most {le}"
+            case annotated_types.Lt(lt):
+                yield f"less than {lt}"
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    elif field.default is not dataclasses.MISSING:
+        value = field.default
+    else:
+        return "required"
+    value = list(value) if isinstance(value, tuple) else value
+    return f"`{yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    if not parser.parse_args().check:
+        REFERENCE.write_text(reference())
+    elif REFERENCE.read_text() != reference():
+        sys.exit(f"{REFERENCE} is out of date: run 'python -m tools.config_reference'")
+
+
+if __name__ == "__main__":
+    main()
