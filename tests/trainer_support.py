@@ -1,5 +1,6 @@
 """A trainer run on recorded batches, for tests: the run directory that a launcher and an orchestrator would leave."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,7 +74,8 @@ class TrainerRun:
         self.paths.plan.write_bytes(self.plan.dump())
         with self.supervised():
             command = [sys.executable, "-m", "prime_hpc.trainer", str(self.paths.plan), "--process"]
-            ranks = [subprocess.Popen([*command, process.name], cwd=REPO, stderr=subprocess.PIPE, text=True)
+            ranks = [subprocess.Popen([*command, process.name], cwd=REPO, stderr=subprocess.PIPE, text=True,
+                                      env={**os.environ, "CUDA_VISIBLE_DEVICES": str(process.index)})
                      for process in self.plan.processes]  # fmt: skip
             logs = [rank.communicate(timeout=120)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(logs)

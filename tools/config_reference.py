@@ -26,21 +26,32 @@ INTRODUCTION = """\
 # Configuration
 
 Every key of a run, made from the schema by `python -m tools.config_reference`. Groups of ready choices lie in `conf/`
-(`algorithm=max_rl`, `loss=ipo`, `launcher=dry_run`, `+experiment=reverse_text`); a single key is set on the command line
-by its dotted name:
+(`algorithm=max_rl`, `loss=ipo`, `launcher=dry_run`, `+experiment=reverse_text`); a single key is set on the command
+line by its dotted name:
 
     python -m prime_hpc.launch +experiment=reverse_text_cpu max_steps=20 optimizer.lr=3e-5
 
-A folder of your own groups is added with `--config-dir FOLDER`. All mistakes of name, type and range are printed at once,
-with the nearest valid name. The resolved configuration lies in the run's `config.yaml`, each value followed by where it
-came from (default, group, experiment or command line).
+A folder of your own groups is added with `--config-dir FOLDER`. All mistakes of name, type and range are printed at
+once, with the nearest valid name. The resolved configuration lies in the run's `config.yaml`, each value followed by
+where it came from (default, group, experiment or command line).
 """
-TYPE_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "mapping", types.NoneType: "null"}
+TYPE_NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict: "mapping",
+    types.NoneType: "null",
+}
 
 
 def reference() -> str:
     """The whole page."""
-    return INTRODUCTION + "".join(_section(key, section) for key, section in _sections("", RunConfig))
+    page, first_keys = INTRODUCTION, {}
+    for key, section in _sections("", RunConfig):
+        page += _again(key, first_keys[section]) if section in first_keys else _section(key, section)
+        first_keys.setdefault(section, key)
+    return page
 
 
 def _sections(key: str, section: type) -> Iterator[tuple[str, type]]:
@@ -50,6 +61,10 @@ def _sections(key: str, section: type) -> Iterator[tuple[str, type]]:
         inner, brackets = (get_args(hint)[0], "[]") if get_origin(hint) is list else (hint, "")
         if dataclasses.is_dataclass(inner):
             yield from _sections(f"{key}.{name}{brackets}".lstrip("."), inner)
+
+
+def _again(key: str, first: str) -> str:
+    return f"\n## `{key}`\n\nThe same keys as `{first}`.\n"
 
 
 def _section(key: str, section: type) -> str:

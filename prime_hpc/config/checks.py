@@ -29,7 +29,7 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
         return
     limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
     if limit and config.seq_len > limit:
-        yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the longest sequence of {config.model.path}")
+        yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
     yield from _tokenizer(config)
 
 
@@ -58,7 +58,7 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     orchestrator = config.orchestrator
     if orchestrator.group_size == 1:
         yield ConfigProblem("orchestrator.group_size", 1,
-                            f"at least 2: algorithm={config.algorithm.name} compares the rollouts of a group")  # fmt: skip
+                            f"at least 2: algorithm={config.algorithm.name} compares a group")  # fmt: skip
     if orchestrator.batch_size % orchestrator.group_size:
         yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
                             f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
@@ -79,7 +79,7 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
     for key, source in _all_sources(config):
         name = source_name(source)
         if name in ("all", "agg"):
-            yield ConfigProblem(f"{key}.name", name, "another name: this one stands for all sources in metrics")
+            yield ConfigProblem(f"{key}.name", name, "another name, since this one stands for all sources")
         if name in seen:
             yield ConfigProblem(f"{key}.name", name, f"a name of its own; {seen[name]} has it already")
         seen.setdefault(name, key)
@@ -89,7 +89,8 @@ def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
     for i, source in enumerate(config.env.train):
         sampling = source.sampling
         if sampling.temperature == 0:
-            yield ConfigProblem(f"env.train.{i}.sampling.temperature", 0, "more than 0: a policy gradient needs sampling")
+            expected = "more than 0, since a policy gradient needs sampling"
+            yield ConfigProblem(f"env.train.{i}.sampling.temperature", 0, expected)
         if sampling.max_tokens and sampling.max_tokens >= config.seq_len:
             yield ConfigProblem(f"env.train.{i}.sampling.max_tokens", sampling.max_tokens,
                                 f"less than seq_len = {config.seq_len}, which holds the prompt too")  # fmt: skip

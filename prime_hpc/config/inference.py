@@ -17,7 +17,7 @@ class InferenceConfig:
     gpus_per_replica: NonNegative | None = None
     """GPUs of one engine; by default tensor_parallel_size x data_parallel_size where there are GPUs, else 0."""
     engine: str = "prime_hpc.inference"
-    """Module run as the engine process (`python -m ENGINE PLAN --process NAME`); another one speaks the same protocol."""
+    """Module of the engine process (`python -m ENGINE PLAN --process NAME`); any other speaks the same protocol."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Options of another engine module; vLLM takes none of these."""
     vllm: dict[str, Any] = field(default_factory=dict)

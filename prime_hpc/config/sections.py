@@ -36,7 +36,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
-    """How messages become tokens: a name of the `renderers` package; `default` applies the tokenizer's chat template."""
+    """How messages become tokens: a name of the `renderers` package; `default` is the tokenizer's chat template."""
     served_name: str = "policy"
     """The model name in requests."""
 
@@ -58,7 +58,7 @@ class LossConfig:
     __pydantic_config__ = FORBID_UNKNOWN
 
     name: Literal["default", "ipo", "custom"] = "default"
-    """default: probability-difference mask with a quadratic KL. ipo: the same with a symmetric mask. custom: `import_path`."""
+    """default: probability-difference mask and quadratic KL. ipo: the same, symmetric mask. custom: `import_path`."""
     mask_low: Annotated[float, Field(ge=0)] = 0.2
     """Drops a token with advantage <= 0 whose probability fell by more than this since sampling."""
     mask_high: Annotated[float, Field(ge=0)] = 0.2

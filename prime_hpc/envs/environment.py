@@ -83,7 +83,7 @@ def offer_token(token: str) -> None:
 
 
 def environment_config(source: SourceConfig) -> vf.EnvConfig:
-    """The verifiers configuration of a source. Seats that name no runtime run on this machine, not in a remote sandbox."""
+    """The verifiers configuration of a source. Seats that name no runtime run here, not in a remote sandbox."""
     data: dict[str, Any] = {**source.env_args, "taskset": {**source.args, "id": plugin_id(source.id)}}
     data["id"] = plugin_id(data.get("id", ""))
     declared = env_config_type(data["taskset"]["id"], data["id"]).model_fields

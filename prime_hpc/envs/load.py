@@ -22,7 +22,7 @@ def check_source(source: SourceConfig, key: str = "env.train") -> list[ConfigPro
     if module in _verifiers_tasksets() or _is_importable(module):
         return []
     bundled = [*bundled_environments(), *_verifiers_tasksets()]
-    expected = f"an importable module of a verifiers taskset; bundled are {', '.join(bundled)}, others must be installed"
+    expected = f"an installed module of a verifiers taskset; bundled are {', '.join(bundled)}"
     return [ConfigProblem(f"{key}.id", source.id, expected, _nearest(source.id, bundled))]
 
 

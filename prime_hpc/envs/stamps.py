@@ -16,7 +16,8 @@ FETCH_TIMEOUT_S = 30.0
 class Stamp(msgspec.Struct, kw_only=True):
     """The versions of one finished request.
 
-    `crc` is the CRC-32 of its completion ids as little-endian int32; a span is (version, first token, one past the last).
+    `crc` is the CRC-32 of its completion ids as little-endian int32. A span is a version, its first token and the one
+    past its last.
     """
 
     request_id: str

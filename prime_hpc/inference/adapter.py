@@ -1,4 +1,4 @@
-"""Everything that differs between the vLLM releases this product runs on: 0.25 (CUDA) and 0.32 (CPU)."""
+"""vLLM as a `TokenEngine`, and everything that differs between the releases in use: 0.25 (CUDA) and 0.32 (CPU)."""
 
 import asyncio
 from argparse import Namespace
@@ -13,13 +13,15 @@ from fastapi import FastAPI
 from vllm import exceptions as vllm_exceptions
 from vllm.engine.protocol import EngineClient
 from vllm.inputs import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.version import __version__
 
 from prime_hpc.errors import InferenceFailure
+from prime_hpc.inference.engine import Piece
+from prime_hpc.inference.protocol import GenerateRequest
 from prime_hpc.inference.stamps import Span
 
 if find_spec("vllm.entrypoints.launchers"):
@@ -31,16 +33,14 @@ else:
     from vllm.entrypoints.openai.api_server import build_app, build_async_engine_client, init_app_state
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 
-__all__ = ["FlexibleArgumentParser", "make_arg_parser", "validate_parsed_serve_args"]
+__all__ = ["FlexibleArgumentParser", "VllmEngine", "make_arg_parser", "start", "validate_parsed_serve_args"]
 
-REFUSALS = (ValueError, TypeError, getattr(vllm_exceptions, "VLLMClientError", ValueError))
+Refusal = getattr(vllm_exceptions, "VLLMClientError", ValueError)
 """What vLLM raises for a request that it will not serve."""
-FAILURES = (EngineDeadError, EngineGenerateError)
-"""What vLLM raises when the engine failed, whatever the request."""
 
 
-class Engine:
-    """vLLM's engine client, reduced to what a policy engine needs."""
+class VllmEngine:
+    """A `TokenEngine` over vLLM's engine client."""
 
     name = f"vllm {__version__}"
 
@@ -57,21 +57,25 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """The engine process died or raised; nothing will come any more."""
         return self._client.errored
 
-    def generate(
-        self, token_ids: list[int], params: SamplingParams, request_id: str, salt: str, priority: int
-    ) -> AsyncIterator[RequestOutput]:
-        """New tokens of a request as they come; leaving the iterator early aborts the request."""
-        prompt = tokens_input(token_ids, cache_salt=salt)
-        return self._client.generate(prompt, params, request_id, priority=priority)
+    async def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
+        prompt = tokens_input(request.token_ids, cache_salt=salt)
+        try:
+            params = sampling_params(request.sampling_params)
+            async for output in self._client.generate(prompt, params, request_id, priority=request.priority):
+                yield to_piece(output.outputs[0])
+        except Refusal as error:
+            raise ValueError(str(error)) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise InferenceFailure(f"vLLM failed: {error.__cause__ or error}") from error
 
     async def pause(self, *, recompute: bool) -> None:
-        """Stop the scheduler and keep its requests. Every token sampled so far has reached its request on return.
+        """Stop the scheduler and keep its requests.
 
         `recompute` preempts the running requests, so that resuming them prefills prompt and reply anew, and drops the
-        prefix cache. vLLM reports an idle scheduler on the channel that carries outputs, hence after all of them.
+        prefix cache. vLLM reports an idle scheduler on the channel that carries outputs, hence after all of them; then
+        its output loop has to hand them on.
         """
         await self._client.pause_generation(mode="keep", clear_cache=recompute)
         while not (self._outputs.empty() and self._idle.is_set()):
@@ -84,7 +88,7 @@ class Engine:
         await self._client.resume_generation()
 
     async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
-        """Call a method of the worker extension on every worker; with data parallelism, answers of the first engine."""
+        """With data parallelism, the answers of the first engine; all of them have finished."""
         return await self._client.collective_rpc(method, args=args)
 
     async def tell_version(self, version: str) -> None:
@@ -101,14 +105,14 @@ class Engine:
 
 
 @asynccontextmanager
-async def start(args: Namespace) -> AsyncIterator[tuple[Engine, FastAPI]]:
-    """A loaded engine with vLLM's own HTTP application; its processes end with the context."""
+async def start(args: Namespace) -> AsyncIterator[tuple[VllmEngine, FastAPI]]:
+    """A loaded engine and vLLM's own HTTP application; its processes end with the context."""
     async with build_async_engine_client(args) as client:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
         with without_decisions():
             await init_app_state(client, app.state, args, tasks)
-        yield Engine(client), app
+        yield VllmEngine(client), app
 
 
 @contextmanager
@@ -131,20 +135,25 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     """vLLM's parameters for one streamed completion with the log-probability of each sampled token.
 
     Raises:
-        ValueError, TypeError: a parameter is unknown or out of range.
+        ValueError, Refusal: a parameter is unknown or out of range.
     """
     if given.get("n", 1) != 1:
         raise ValueError("n must be 1: ask once for every completion")
     fixed = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "detokenize": bool(given.get("stop"))}
-    return SamplingParams(**{**given, **fixed})
+    try:
+        return SamplingParams(**{**given, **fixed})
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
-def sampled_logprobs(piece: CompletionOutput) -> list[float]:
-    """Log-probability of each new token of a piece, in order."""
-    return [entry[token].logprob for token, entry in zip(piece.token_ids, piece.logprobs or [], strict=True)]
+def to_piece(output: CompletionOutput) -> Piece:
+    """One delta of vLLM; it holds several tokens where the consumer was late."""
+    token_ids = list(output.token_ids)
+    logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)]
+    return Piece(token_ids, logprobs, output.finish_reason, weight_versions(output))
 
 
-def weight_versions(piece: CompletionOutput) -> list[Span] | None:
+def weight_versions(output: CompletionOutput) -> list[Span] | None:
     """vLLM's own version spans of a finished request, in releases that keep them."""
-    spans = getattr(piece, "weight_versions", None)
+    spans = getattr(output, "weight_versions", None)
     return spans and [(s.version, s.start, s.end) for s in spans]

@@ -3,14 +3,15 @@
 import asyncio
 import time
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from prime_hpc import errors
 from prime_hpc.cluster.files import read_json
 from prime_hpc.errors import CorruptData, InferenceFailure, PrimeHPCError
-from prime_hpc.inference import adapter
 from prime_hpc.inference.protocol import (
     Completion,
     EngineState,
@@ -20,18 +21,64 @@ from prime_hpc.inference.protocol import (
     PauseRequest,
     WorkerAck,
 )
-from prime_hpc.inference.stamps import SpanTracker, Stamp, StampLog, checksum
+from prime_hpc.inference.stamps import Span, SpanTracker, Stamp, StampLog, checksum
 from prime_hpc.transport.messages import PolicyVersion
 
-UNFINISHED = ("abort", "error")
+UNFINISHED = (None, "abort", "error")
 """Ends of a request that say nothing about the policy."""
 
 
-class PolicyEngine:
-    """Serves one policy version at a time. While paused, new requests wait here and running ones in the scheduler."""
+class Piece(NamedTuple):
+    """New tokens of a request, in order. The last piece has a `finish_reason`."""
 
-    def __init__(self, engine: adapter.Engine, *, version: PolicyVersion, model: str, process: str, acks: Path,
-                 stamps_kept: int):  # fmt: skip
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    weight_versions: list[Span] | None
+
+
+class TokenEngine(Protocol):
+    """What samples tokens. `workers` counts the ranks that acknowledge weights; one that `failed` never recovers."""
+
+    name: str
+    max_model_len: int
+    workers: int
+
+    @property
+    def failed(self) -> bool: ...
+
+    def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
+        """Tokens as they are sampled; leaving the iterator early aborts the request.
+
+        Raises:
+            ValueError: the request cannot be served.
+            InferenceFailure: the engine failed.
+        """
+        ...
+
+    async def pause(self, *, recompute: bool) -> None:
+        """Stop sampling and keep the requests. On return every token sampled so far has left `generate`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
+        """Call `prime_hpc_verify` or `prime_hpc_load` on every worker; an answer with `error` is a failure."""
+        ...
+
+    async def tell_version(self, version: str) -> None:
+        """The version in force from now on."""
+        ...
+
+
+class PolicyEngine:
+    """Serves one policy version at a time. While paused, new requests wait here and running ones in the engine."""
+
+    def __init__(self, engine: TokenEngine, *, version: PolicyVersion, model: str, process: str, acks: Path,
+                 stamps: StampLog):  # fmt: skip
+        self.stamps = stamps
+        self.failure: InferenceFailure | None = None
+        """Why this engine must not serve any more."""
         self._engine = engine
         self._version = str(version)
         self._model = model
@@ -42,9 +89,6 @@ class PolicyEngine:
         self._open.set()
         self._update = asyncio.Lock()
         self._running = 0
-        self.stamps = StampLog(stamps_kept)
-        self.failure: InferenceFailure | None = None
-        """Why this engine must not serve any more."""
 
     async def start(self) -> None:
         await self._engine.tell_version(self._version)
@@ -57,32 +101,31 @@ class PolicyEngine:
         """Sample one completion and remember its stamp under `session`.
 
         Raises:
-            ValueError, TypeError: the request is not one that this engine can serve.
+            ValueError: the request is not one that this engine can serve.
             InferenceFailure: the engine gave up the request.
         """
         if request.model not in (None, self._model):
             raise ValueError(f"model {request.model!r} is not served here, {self._model!r} is")
-        params = adapter.sampling_params(request.sampling_params)
         self._running += 1
         try:
             await self._open.wait()
-            completion = await self._sample(request, params, uuid.uuid4().hex)
+            completion = await self._sample(request, uuid.uuid4().hex)
         finally:
             self._running -= 1
         self.stamps.add(session, Stamp(request_id=completion.request_id, tokens=len(completion.token_ids),
                                        crc=checksum(completion.token_ids), spans=completion.spans))  # fmt: skip
         return completion
 
-    async def _sample(self, request: GenerateRequest, params: adapter.SamplingParams, request_id: str) -> Completion:
+    async def _sample(self, request: GenerateRequest, request_id: str) -> Completion:
         tracker, token_ids, logprobs, finish, theirs = SpanTracker(), [], [], None, None
         salt = f"{self._version}:{request.cache_salt or ''}"  # no version reuses the KV blocks of another
-        async for output in self._engine.generate(request.token_ids, params, request_id, salt, request.priority):
-            piece = output.outputs[0]
+        # nothing else may be awaited in this loop: `TokenEngine.pause` promises that tokens have been stamped
+        async for piece in self._engine.generate(request, request_id, salt):
             tracker.add(len(piece.token_ids), self._version)
             token_ids += piece.token_ids
-            logprobs += adapter.sampled_logprobs(piece)
-            finish, theirs = piece.finish_reason, adapter.weight_versions(piece)
-        if finish is None or finish in UNFINISHED:
+            logprobs += piece.logprobs
+            finish, theirs = piece.finish_reason, piece.weight_versions
+        if finish in UNFINISHED:
             raise InferenceFailure(f"the engine ended the request with {finish!r} after {len(token_ids)} tokens")
         return Completion(request_id=request_id, token_ids=token_ids, logprobs=logprobs, finish_reason=finish,
                           spans=tracker.spans, weight_versions=theirs)  # fmt: skip
@@ -102,6 +145,7 @@ class PolicyEngine:
         """Put `request.version` in force. An engine that is not paused is paused around it.
 
         Raises:
+            ValueError: the version is not `lineage.step`.
             CorruptData: the directory does not match its manifest; the old version stays in force.
             InferenceFailure: a worker failed while it loaded; the engine cannot go on.
         """
@@ -150,14 +194,17 @@ class PolicyEngine:
             CorruptData: a rank did not acknowledge this version, or loaded other data than the rest.
         """
         paths = [self._acks / f"{self._process}.rank{rank}.json" for rank in range(self._engine.workers)]
-        acks = [msgspec.convert(read_json(path), WorkerAck) for path in paths]
-        late = [rank for rank, ack in enumerate(acks) if ack.version != version]
-        if late or len({ack.digest for ack in acks}) > 1:
-            raise CorruptData(f"ranks {late} of {len(acks)} did not acknowledge, or digests differ")
+        records = [read_json(path) for path in paths]
+        late = [rank for rank, record in enumerate(records) if not record or record["version"] != version]
+        if late:
+            raise CorruptData(f"ranks {late} of {len(paths)} did not acknowledge {version}")
+        acks = [msgspec.convert(record, WorkerAck) for record in records]
+        if len({ack.digest for ack in acks}) > 1:
+            raise CorruptData(f"ranks loaded different data as {version}")
         return acks
 
 
-def _raise_first(answers: list[dict]) -> None:
+def _raise_first(answers: list[dict[str, Any]]) -> None:
     """Raise the first error among workers' answers, by its own type where it is one of this product's."""
     for answer in answers:
         if "error" in answer:

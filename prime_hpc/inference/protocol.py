@@ -114,8 +114,8 @@ def encode_error(error: Exception) -> bytes:
     return msgspec.json.encode({"error": str(error), "type": type(error).__name__})
 
 
-def status_of(error: Exception, refusals: tuple[type[Exception], ...] = (ValueError, TypeError)) -> int:
-    """HTTP status of an error: 400 where it is one of `refusals`, 422 for corrupt weights, 500 for the rest."""
+def status_of(error: Exception) -> int:
+    """HTTP status of an error: 400 for a bad request, 422 for corrupt weights, 500 for the rest."""
     if isinstance(error, CorruptData):
         return 422
-    return 400 if isinstance(error, (*refusals, msgspec.MsgspecError)) else 500
+    return 400 if isinstance(error, ValueError | msgspec.MsgspecError) else 500

@@ -1,11 +1,10 @@
-"""The routes of an engine over vLLM's own: ours come first, and all need the run's token."""
+"""The routes of an engine over those that its server has anyway: ours come first, and all need the run's token."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -15,7 +14,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prime_hpc.errors import PrimeHPCError
-from prime_hpc.inference import adapter, protocol
+from prime_hpc.inference import protocol
 from prime_hpc.inference.engine import PolicyEngine
 
 Handler = Callable[[Request], Awaitable[Any]]
@@ -32,13 +31,13 @@ class BearerToken:
         guarded = scope["type"] != "lifespan"
         if guarded and not protocol.allowed(scope["path"], Headers(scope=scope).get("authorization"), self._token):
             body = protocol.encode_error(PermissionError("this route needs the token of the run"))
-            await _json(body, 401)(scope, receive, send)
+            await json_response(body, 401)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-def application(policy: PolicyEngine, vllm: FastAPI, token: str) -> Starlette:
-    """The engine's ASGI application; what is not a route here goes to vLLM's."""
+def application(policy: PolicyEngine, server: Starlette, token: str) -> Starlette:
+    """The engine's ASGI application; what is not a route here goes to `server`, vLLM's own."""
 
     async def generate(request: Request) -> Any:
         body = msgspec.json.decode(await request.body(), type=protocol.GenerateRequest)
@@ -62,12 +61,12 @@ def application(policy: PolicyEngine, vllm: FastAPI, token: str) -> Starlette:
         return await policy.resume()
 
     handlers = {protocol.GENERATE: generate, protocol.PAUSE: pause, protocol.LOAD: load, protocol.RESUME: resume}
-    routes = [Route(path, _answering(handler), methods=["POST"]) for path, handler in handlers.items()]
-    routes += [Route(protocol.STAMPS, _answering(stamps)), Route(protocol.STATE, _answering(state))]
+    routes = [Route(path, answering(handler), methods=["POST"]) for path, handler in handlers.items()]
+    routes += [Route(protocol.STAMPS, answering(stamps)), Route(protocol.STATE, answering(state))]
     return Starlette(
-        routes=[*routes, Mount("/", vllm)],
+        routes=[*routes, Mount("/", server)],
         middleware=[Middleware(BearerToken, token=token)],
-        lifespan=lambda _: vllm.router.lifespan_context(vllm),
+        lifespan=lambda _: server.router.lifespan_context(server),
     )
 
 
@@ -87,18 +86,20 @@ async def _disconnection(request: Request) -> None:
         pass
 
 
-def _answering(handler: Handler) -> Handler:
+def answering(handler: Handler) -> Handler:
+    """Wrap a handler that returns bytes of JSON, a struct, or None when nobody listens any more."""
+
     async def answer(request: Request) -> Response:
         try:
             result = await handler(request)
-        except (*adapter.REFUSALS, *adapter.FAILURES, msgspec.MsgspecError, PrimeHPCError) as error:
-            return _json(protocol.encode_error(error), protocol.status_of(error, adapter.REFUSALS))
+        except (ValueError, msgspec.MsgspecError, PrimeHPCError) as error:
+            return json_response(protocol.encode_error(error), protocol.status_of(error))
         if result is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return _json(result if isinstance(result, bytes) else msgspec.json.encode(result), 200)
+        return json_response(result if isinstance(result, bytes) else msgspec.json.encode(result), 200)
 
     return answer
 
 
-def _json(body: bytes, status: int) -> Response:
+def json_response(body: bytes, status: int) -> Response:
     return Response(body, status, media_type="application/json")

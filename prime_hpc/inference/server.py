@@ -1,44 +1,43 @@
-"""The engine process: one socket, one vLLM engine, one application, one clean end."""
-
-from __future__ import annotations
+"""The engine process, whatever samples its tokens: one socket, one policy, one application, one clean end."""
 
 import asyncio
 import contextlib
 import logging
 import signal
 import socket
-from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import NoReturn
 
 import uvicorn
+from starlette.applications import Starlette
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import InferenceFailure
-from prime_hpc.inference import arguments
+from prime_hpc.inference.engine import PolicyEngine, TokenEngine
+from prime_hpc.inference.routes import application
+from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
-
-if TYPE_CHECKING:
-    from prime_hpc.inference import adapter
-    from prime_hpc.inference.engine import PolicyEngine
 
 KEEP_ALIVE_S = 600
 """Longer than any step, so that a client's pooled connection is never closed under it."""
 HEALTH_POLL_S = 0.5
+DRAIN_S = 1
+"""Time for answers in flight when the process is told to leave."""
+
+Start = Callable[[], AbstractAsyncContextManager[tuple[TokenEngine, Starlette]]]
+"""Makes a loaded engine and the application below our routes."""
 
 
-def run(role: Role) -> None:
+def run(role: Role, start: Start) -> None:
     """Serve until SIGTERM.
 
     Raises:
-        ConfigurationError: vLLM does not know an argument.
         InferenceFailure: the engine died or holds weights that it must not serve.
     """
-    arguments.set_environment(role)
     signal.signal(signal.SIGTERM, _interrupt)
     with contextlib.closing(bind(role.bind_host)) as listener:
-        asyncio.run(serve(role, arguments.parse(arguments.arguments(role)), listener))
+        asyncio.run(serve(role, start, listener))
 
 
 def bind(host: str) -> socket.socket:
@@ -54,20 +53,16 @@ def initial_version(role: Role) -> PolicyVersion:
     return PolicyVersion(lineage=forks[-1].lineage if forks else 0, step=0)
 
 
-async def serve(role: Role, args: Namespace, listener: socket.socket) -> None:
-    """Start vLLM, publish the address once requests are answered, and stay until told to leave."""
-    from prime_hpc.inference import adapter
-    from prime_hpc.inference.engine import PolicyEngine
-    from prime_hpc.inference.routes import application
-
-    async with adapter.start(args) as (engine, vllm):
+async def serve(role: Role, start: Start, listener: socket.socket) -> None:
+    """Start the engine, publish the address once requests are answered, and stay until told to leave."""
+    async with start() as (engine, below):
         policy = PolicyEngine(engine, version=initial_version(role), model=role.config.model.served_name,
-                              process=role.process.name, acks=acks_dir(role),
-                              stamps_kept=role.config.inference.stamps_kept)  # fmt: skip
+                              process=role.process.name, acks=role.paths.rendezvous / "acks",
+                              stamps=StampLog(role.config.inference.stamps_kept))  # fmt: skip
         await policy.start()
-        server = Server(uvicorn.Config(application(policy, vllm, role.secrets.token), log_level=logging.WARNING,
+        server = Server(uvicorn.Config(application(policy, below, role.secrets.token), log_level=logging.WARNING,
                                        access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
-                                       timeout_graceful_shutdown=1))  # fmt: skip
+                                       timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.leave)
@@ -77,11 +72,6 @@ async def serve(role: Role, args: Namespace, listener: socket.socket) -> None:
             failure = await _watch(server, engine, policy)
     if failure:
         raise failure
-
-
-def acks_dir(role: Role) -> Path:
-    """Where worker ranks acknowledge versions."""
-    return role.paths.rendezvous / "acks"
 
 
 class Server(uvicorn.Server):
@@ -103,7 +93,7 @@ async def _publish(role: Role, server: Server, port: int, version: str) -> None:
         role.log.info("serving version %s on port %d", version, port)
 
 
-async def _watch(server: Server, engine: adapter.Engine, policy: PolicyEngine) -> InferenceFailure | None:
+async def _watch(server: Server, engine: TokenEngine, policy: PolicyEngine) -> InferenceFailure | None:
     """Stop the server when the engine cannot go on; returns why, once the server is told to leave."""
     while not server.should_exit:
         await asyncio.sleep(HEALTH_POLL_S)

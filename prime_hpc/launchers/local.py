@@ -1,4 +1,4 @@
-"""Runs a plan as processes of this machine and supervises them: the first failure stops the run and says whose it was."""
+"""Runs a plan as processes of this machine: the first failure stops the run, and the run says whose it was."""
 
 import signal
 import time

@@ -22,8 +22,8 @@ from prime_hpc.plan.run_plan import Fork, RunPlan
 from prime_hpc.transport.checkpoints import CheckpointManifest, resolve, verify
 from prime_hpc.transport.weights import published_versions
 
-WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon larch "
-         "lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed saffron sierra slate "
+WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon "
+         "larch lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed sierra slate "
          "tundra umber willow zephyr").split()  # fmt: skip
 RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "monitor", "checkpoint", "env.eval", "env.workers",
              "env.rollouts_per_worker", "inference", "update", "trainer.ranks", "trainer.threads", "trainer.share_gpu",
@@ -140,5 +140,5 @@ def _check_writable(output_dir: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigurationError([ConfigProblem("run.output_dir", str(output_dir), f"a folder that this user may write to;"
-                                                f" {existing} is not")])  # fmt: skip
+        raise ConfigurationError([ConfigProblem("run.output_dir", str(output_dir),
+            f"a folder that this user may write to; {existing} is not")])  # fmt: skip

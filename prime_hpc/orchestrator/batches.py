@@ -1,4 +1,4 @@
-"""From finished groups to batches: credit, staleness, pruning; every shipped batch is kept until a checkpoint covers it."""
+"""From finished groups to batches: credit, staleness, pruning. A shipped batch is kept until a checkpoint covers it."""
 
 import asyncio
 import json
@@ -89,7 +89,8 @@ class BatchShelf:
         """The asked batch as the rank sees it, once it exists; an empty one past the last step."""
         self._forget(request.checkpointed)
         if request.step > self._last:
-            return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
+            return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0,
+                             last=True)  # fmt: skip
         async with self._changed:
             await self._changed.wait_for(lambda: request.step in self._batches)
         batch = self._batches[request.step]

@@ -138,7 +138,7 @@ class EnvPool:
             await asyncio.sleep(1)
             for worker in list(self._workers.values()):
                 if time.monotonic() - worker.heard > WORKER_SILENT_S:
-                    self._log.warning("%s has been silent for %.0f s, its rollouts are lost", worker.name, WORKER_SILENT_S)
+                    self._log.warning("%s silent for %.0f s, its rollouts are lost", worker.name, WORKER_SILENT_S)
                     del self._workers[worker.name]
                     self._lose(worker, "the worker is silent")
 
@@ -146,4 +146,5 @@ class EnvPool:
 def lost(rollout_id: str, source: str, worker: str, why: str) -> RolloutDone:
     """The outcome of a rollout whose worker is gone."""
     failure = Failure(kind="infrastructure", type="WorkerLost", message=f"{worker}: {why}")
-    return RolloutDone(worker=worker, rollout=Rollout(rollout_id=rollout_id, source=source, task_id="", failure=failure))
+    rollout = Rollout(rollout_id=rollout_id, source=source, task_id="", failure=failure)
+    return RolloutDone(worker=worker, rollout=rollout)

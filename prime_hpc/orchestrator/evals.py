@@ -38,7 +38,7 @@ class Evaluator:
             count = min(filter(None, (known, source.num_tasks)), default=DEFAULT_TASKS)
             rollouts = await self._source(name, count, version)
             metrics.update(eval_metrics(name, rollouts), **{f"eval/{name}/version": float(version.step)})
-            self._log.info("evaluated %s at v%s: reward %.4f", name, version, metrics.get(f"eval/{name}/reward", float("nan")))
+            self._log.info("evaluated %s at v%s: reward %s", name, version, metrics.get(f"eval/{name}/reward"))
         return metrics
 
     async def _source(self, name: str, tasks: int, version: PolicyVersion) -> list[Rollout]:

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
 
 import msgspec
 
@@ -47,7 +46,7 @@ class BatchCut(msgspec.Struct, tag=True, kw_only=True):
     sample_ids: list[str]
 
 
-Record = Union[GroupOpened, RolloutFinished, BatchCut]
+Record = GroupOpened | RolloutFinished | BatchCut
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 

@@ -1,4 +1,4 @@
-"""What the orchestrator writes down: metrics rows, rollout records, progress, idle shares, the summary and the curve."""
+"""What the orchestrator writes down: metrics, rollout records, progress, idle shares, the summary and the curve."""
 
 import asyncio
 import time
@@ -69,7 +69,8 @@ class Ledger:
         while True:
             self._ticks += 1
             self._idle_ticks += scheduler.inflight == 0
-            self._progress.update(served=versions.served.step, ready=scheduler.ready_rollouts, inflight=scheduler.inflight)
+            counts = {"ready": scheduler.ready_rollouts, "inflight": scheduler.inflight}
+            self._progress.update(served=versions.served.step, **counts)
             self._role.rendezvous.publish("sampling", progress=self._progress)
             await asyncio.sleep(TICK_S)
 

@@ -55,6 +55,7 @@ class Orchestrator:
                 await self._ship(await self._cut(step))
             await self.scheduler.close()
             await self.ledger.wait_reported(self.config.max_steps)
+            await asyncio.to_thread(self._wait_trained)
             await self._evaluate(self.config.max_steps, last=True)
             for task in background:
                 task.cancel()
@@ -67,7 +68,8 @@ class Orchestrator:
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
-        orders = {name: TaskOrder(source, self.pool.num_tasks[name], self.config.seed, self.journal.state.draws.get(name, 0))
+        draws = self.journal.state.draws
+        orders = {name: TaskOrder(source, self.pool.num_tasks[name], self.config.seed, draws.get(name, 0))
                   for name, source in train.items()}  # fmt: skip
         self.runner = Runner(self.role, self.pool, self.fleet)
         self.evaluator = Evaluator(self.role, self.runner, self.pool)
@@ -85,8 +87,8 @@ class Orchestrator:
                 return batch
             self._journal(step - 1, batch)
             self.role.log.warning("no token of %d rollouts carries an advantage, sampling on", len(batch.rollouts))
-        raise InfrastructureFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable token: "
-                                    f"every group has equal rewards; change the tasks or the reward")  # fmt: skip
+        raise InfrastructureFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable "
+                                    "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
 
     async def _take(self) -> list[Group]:
         """Groups of one batch, in the order they finished."""
@@ -107,14 +109,14 @@ class Orchestrator:
         await self.scheduler.notify()
 
     def _journal(self, step: int, batch: Batch) -> int:
-        ids = [group.group_id for group in batch.groups]
-        self.journal.append(BatchCut(step=step, group_ids=ids, sample_ids=[s.sample_id for s in batch.samples]), durable=True)
+        groups, samples = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
+        self.journal.append(BatchCut(step=step, group_ids=groups, sample_ids=samples), durable=True)
         return self.journal.offset
 
     async def _on_published(self) -> None:
         """Drop groups whose first tokens would be too old for the next batch."""
         oldest = self.versions.shipped - self.config.orchestrator.max_staleness
-        given_up = self.scheduler.cancel_where(lambda g: g.version.step < oldest and g.version.lineage == self.lineages.current)
+        given_up = self.scheduler.cancel_where(lambda group: group.version.step < oldest)
         if given_up:
             self.role.log.info("gave up %d rollouts that would be too old", given_up)
 
@@ -128,6 +130,11 @@ class Orchestrator:
             return
         await self.versions.wait_served(step)
         self.ledger.evaluated(step, await self.evaluator.run(self.versions.served))
+
+    def _wait_trained(self) -> None:
+        """The ranks still need answers until they have marked themselves trained."""
+        for rank in self.role.plan.of("trainer"):
+            self.role.rendezvous.wait(rank.name, "trained", self.config.trainer.collective_timeout_s)
 
     async def _finish(self) -> None:
         await self.fleet.close()

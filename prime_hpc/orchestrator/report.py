@@ -36,7 +36,7 @@ def eval_metrics(source: str, rollouts: list[Rollout]) -> Metrics:
 
 
 def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> dict[str, Any]:
-    """The run's summary from its metrics by step; `mismatch_abs_mean` is weighted by tokens, null where none compared."""
+    """The run's summary from metrics by step; `mismatch_abs_mean` is weighted by tokens, null where none compared."""
     rewards = [row["train/all/reward"] for _, row in sorted(rows.items()) if row.get("train/all/reward") is not None]
     tokens = np.array([row.get("mismatch/tokens") or 0.0 for row in rows.values()])
     means = np.array([row.get("mismatch/abs_mean") or 0.0 for row in rows.values()])

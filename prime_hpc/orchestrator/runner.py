@@ -43,7 +43,7 @@ class Runner:
             if failure is None or failure.kind == "environment":
                 break
             self.retries += 1
-            self._log.warning("rollout %s failed (%s %s: %s)", rollout_id, failure.kind, failure.type, failure.message[:300])
+            self._log.warning("rollout %s: %s %s: %s", rollout_id, failure.kind, failure.type, failure.message[:300])
             await asyncio.sleep(RETRY_PAUSE_S)
         done.rollout.rollout_id = rollout_id
         self._account(source, done)

@@ -1,4 +1,4 @@
-"""Which task a source gives next: a pure function of seed, epoch and the number of draws, so that a cursor restores it."""
+"""Which task a source gives next: a pure function of seed, epoch and number of draws, so a cursor restores it."""
 
 import random
 

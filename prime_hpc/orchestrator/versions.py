@@ -34,7 +34,7 @@ class Versions:
         return self.shipped - self.published.step
 
     async def first(self, timeout_s: float) -> None:
-        """Wait for the weights the run starts from and load them into every engine, so that a broken path fails early."""
+        """Wait for the weights the run starts from and load them into every engine: a broken path fails early."""
         async with asyncio.timeout(timeout_s):
             while self.published not in published_versions(self._weights):
                 await asyncio.sleep(POLL_S)

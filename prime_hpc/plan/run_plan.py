@@ -13,7 +13,10 @@ PLAN_SCHEMA = 1
 
 
 class ProcessPlan(msgspec.Struct, kw_only=True):
-    """One process. `component` is orchestrator, environment (workers beside it), inference or trainer. Its command is run from any folder; `gpus` are indices on its node; `log` is inside the run."""
+    """One process. `component` is orchestrator, environment (workers beside it), inference or trainer.
+
+    Its command is run from any folder; `gpus` are indices on its node; `log` lies inside the run directory.
+    """
 
     name: str
     component: str

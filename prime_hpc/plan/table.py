@@ -16,5 +16,5 @@ def render(plan: RunPlan) -> Group:
         table.add_row(process.name, process.component, str(process.node), gpus, " ".join(process.command[1:3]))
     config = plan.config
     origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config['model']['path']}"
-    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {config['max_steps']} steps, {origin}\n{plan.run_dir}"
-    return Group(facts, "", table)
+    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {config['max_steps']} steps, {origin}"
+    return Group(facts, plan.run_dir, "", table)

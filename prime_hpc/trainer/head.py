@@ -1,5 +1,7 @@
 """Log-probabilities and entropy straight from hidden states; the full logits never exist."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,9 @@ class _Scores(torch.autograd.Function):
     """Keeps one log-normaliser a token and makes the logits anew in the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normaliser = (torch.empty_like(temperatures) for _ in range(3))
         for rows in _chunks(len(targets), chunk):
             logits = _logits(hidden[rows], weight, temperatures[rows])
@@ -40,7 +44,7 @@ class _Scores(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _):
+    def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperatures, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

@@ -9,7 +9,7 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.checkpoints import Checkpointer
 from prime_hpc.trainer.hf_weights import load_weights
-from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance
+from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
 from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
 from prime_hpc.trainer.sft_source import SFTSource
@@ -31,6 +31,8 @@ def run(role: Role) -> None:
     serving = config.mode == "rl"
     if serving:
         writer.publish(PolicyVersion(lineage, step))
+    role.log.info("%s of %.2fM parameters over %d ranks on %s, from step %d", policy.config.model_type,
+                  sum(p.numel() for p in policy.parameters()) / 1e6, world.size, world.device, step)  # fmt: skip
     role.rendezvous.publish("ready", step=step)
     source = _open_source(role, world, policy)
     report, batch = None, None
@@ -51,13 +53,13 @@ def run(role: Role) -> None:
                 writer.publish(PolicyVersion(lineage, step))
         with watch("checkpoint"):
             checkpointer.save_if_due(step, batch.journal_offset)
-        report = _report(step, result, optimized, watch, world)
+        report = _report(role, step, result, optimized, watch, world)
         if batch.last:
             break
     checkpoint = checkpointer.finish(step, batch.journal_offset) if batch else role.plan.checkpoint
     writer.export()
     source.finish(step, report, checkpointer.newest)
-    role.rendezvous.publish("trained", step=step, checkpoint=str(checkpoint) if checkpoint else None)
+    role.rendezvous.publish("trained", trained=True, step=step, checkpoint=str(checkpoint) if checkpoint else None)
     distributed.leave()
 
 
@@ -96,11 +98,17 @@ def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> B
 
 
 def _report(
-    step: int, result: BatchResult, optimized: dict[str, float], watch: Stopwatch, world: distributed.World
+    role: Role,
+    step: int,
+    result: BatchResult,
+    optimized: dict[str, float],
+    watch: Stopwatch,
+    world: distributed.World,
 ) -> StepReport | None:
-    """Rank 0's account of a step."""
+    """Rank 0's account of a step, which it also logs."""
     if not world.first:
         return None
     times = watch.seconds()
     metrics = {**result.metrics(), **optimized, **performance(result, times, world), **times}
+    role.log.info(summarise(step, metrics))
     return StepReport(step=step, metrics=metrics)

@@ -91,6 +91,13 @@ def performance(result: BatchResult, times: dict[str, float], world: World) -> d
     return metrics
 
 
+def summarise(step: int, metrics: dict[str, float]) -> str:
+    """One line of a log about a step."""
+    return (f"step {step} | loss {metrics['loss']:.4f} | gradient norm {metrics['optim/grad_norm']:.3f} | "
+            f"lr {metrics['optim/lr']:.2e} | {metrics['perf/tokens_per_s']:.0f} tokens/s | "
+            f"{metrics['time/step']:.2f} s | {metrics['perf/peak_memory_gib']:.2f} GiB")  # fmt: skip
+
+
 def _peak_memory(world: World) -> float:
     """Of this rank, in GiB: the GPU's where there is one, else the process's."""
     if world.device.type == "cuda":

@@ -75,7 +75,8 @@ class SFTSource:
             metrics = {**report.metrics, "probe/exact_match": self._exact_match} if due else report.metrics
             self._monitor.log(step, metrics)
             self._losses.append(report.metrics["loss"])
-            self._role.log.info(_line(step, metrics))
+            if due:
+                self._role.log.info("step %d | exact match on held-out rows %.3f", step, self._exact_match)
 
     def _batch(self, step: int, micro_batches: list, sample_ids: list[str]) -> RankBatch:
         return RankBatch(step=step, rank=self._world.rank, micro_batches=micro_batches, sample_ids=sample_ids,
@@ -94,10 +95,3 @@ def _trainable(role: Role, rows: list[Row]) -> list[Row]:
         expected = "rows with an assistant message within seq_len"
         raise ConfigurationError([ConfigProblem("trainer.sft.data", role.config.trainer.sft.data, expected)])
     return kept
-
-
-def _line(step: int, metrics: dict[str, float]) -> str:
-    probe = f" | exact match {metrics['probe/exact_match']:.3f}" if "probe/exact_match" in metrics else ""
-    speed = f"{metrics['perf/tokens_per_s']:.0f} tokens/s | {metrics['time/step']:.2f} s"
-    return (f"step {step} | loss {metrics['loss']:.4f} | gradient norm {metrics['optim/grad_norm']:.3f} | "
-            f"lr {metrics['optim/lr']:.2e} | {speed}{probe}")  # fmt: skip

@@ -84,8 +84,11 @@ class WeightsWriter:
         (directory / "config.json").write_text(json.dumps({**config, "dtype": self._dtype}, indent=2))
 
     def _clean_up(self) -> None:
-        """Delete old versions: beyond the newest few, and before the oldest that an engine still runs."""
+        """Delete old versions, beyond the newest few and before the oldest that an engine still runs, and leftovers."""
         paths = self._role.paths
+        for name in list_fresh(paths.weights):
+            if name.startswith(".v"):
+                shutil.rmtree(paths.weights / name)
         versions = weights.published_versions(paths.weights)
         acks = [read_json(paths.rendezvous / "acks" / name) for name in list_fresh(paths.rendezvous / "acks")
                 if name.endswith(".json") and not name.startswith(".")]  # fmt: skip

@@ -127,7 +127,7 @@ class ZmqServer:
                 identity, *frames = await self._socket.recv_multipart()
                 request = decode(frames)
                 if not isinstance(request, BatchRequest):
-                    raise CorruptData(f"{identity.decode()} sent a {type(request).__name__} where batches are asked for")
+                    raise CorruptData(f"{identity.decode()} sent a {type(request).__name__} and not a BatchRequest")
                 tasks.create_task(self._reply(identity, request, answer))
 
     async def _reply(self, identity: bytes, request: BatchRequest, answer: Answer) -> None:

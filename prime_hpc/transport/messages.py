@@ -7,8 +7,6 @@ Directions:
     orchestrator -> trainer rank: RankBatch
 """
 
-from typing import Union
-
 import msgspec
 import numpy as np
 
@@ -136,7 +134,7 @@ class RolloutDone(msgspec.Struct, kw_only=True, tag=True):
 
 
 class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Samples packed into one row of `sum(seq_lens)` tokens; streams as in `Sample`, here always present but the weights.
+    """Samples packed into one row of `sum(seq_lens)` tokens; streams as in `Sample`, all present but the weights.
 
     `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each.
     """
@@ -194,7 +192,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, tag=True):
     report: StepReport | None = None
 
 
-Message = Union[WorkerHello, RunRollout, CancelRollout, RolloutDone, BatchRequest, RankBatch]
+Message = WorkerHello | RunRollout | CancelRollout | RolloutDone | BatchRequest | RankBatch
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -17,7 +17,8 @@ from prime_hpc.transport.messages import BatchRequest, Failure, PolicyVersion, R
 def rollout(name: str, reward: float | None, version: int = 0) -> RolloutDone:
     stamp = PolicyVersion(0, version).pack()
     sample = Sample(
-        sample_id=f"{name}/0", source="words", token_ids=Array.of([5, 6, 7, 8], "i4"), mask=Array.of([0, 0, 1, 1], "bool"),
+        sample_id=f"{name}/0", source="words",
+        token_ids=Array.of([5, 6, 7, 8], "i4"), mask=Array.of([0, 0, 1, 1], "bool"),
         logprobs=Array.of([0, 0, -1, -2], "f4"), versions=Array.of([-1, -1, stamp, stamp], "i8"),
     )  # fmt: skip
     failure = None if reward is not None else Failure(kind="environment", type="Timeout", message="too slow")

@@ -14,9 +14,14 @@ STUBBORN = """
 import multiprocessing.shared_memory as m, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 memory = m.SharedMemory(create=True, size=64)
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
 print(memory.name, child.pid, flush=True)
 time.sleep(600)
+"""
+ORPHANING = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
 """
 
 
@@ -44,8 +49,7 @@ def test_a_stubborn_process_its_child_and_its_shared_memory_are_gone(tmp_path: P
 
 
 def test_a_grandchild_whose_parent_has_left_is_stopped_too(tmp_path: Path) -> None:
-    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
-    child = start(tmp_path, code)
+    child = start(tmp_path, ORPHANING)
     grandchild = int(first_line(child))
     child.process.wait(10)
     stop([child], grace_s=5)

@@ -27,7 +27,8 @@ def test_only_values_are_let_through(argument: str, expected: str) -> None:
 
 
 def test_a_choice_without_a_file_names_the_nearest() -> None:
-    (problem,) = compose.unknown_choices(["+experiment=reverse_txt", "launcher=local", "max_steps=1"], [compose.conf_dir()])
+    arguments = ["+experiment=reverse_txt", "launcher=local", "max_steps=1"]
+    (problem,) = compose.unknown_choices(arguments, [compose.conf_dir()])
     assert problem.key == "experiment" and problem.nearest == "reverse_text"
 
 
@@ -36,7 +37,8 @@ def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
                        "optimizer/adamw": "name: adamw\nlr: 0.2\n"}.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    stack = compose.layers({"experiment": "mine", "optimizer": "adamw"}, ["++optimizer.eps=1e-9", "launcher=local"], [tmp_path])
+    choices = {"experiment": "mine", "optimizer": "adamw"}
+    stack = compose.layers(choices, ["++optimizer.eps=1e-9", "launcher=local"], [tmp_path])
     config = {"seed": 1, "max_steps": 7, "seq_len": 64, "optimizer": {"name": "adamw", "lr": 0.1, "eps": 1e-9}}
     assert compose.annotated_yaml(config, stack) == (
         "seed: 1  # conf/run.yaml\n"

@@ -26,7 +26,8 @@ def make_role(run_dir: Path, name: str, transport: str, timeout_s: float = 20.0)
     paths = RunPaths(run_dir)
     return SimpleNamespace(
         config=config, paths=paths, secrets=secrets.load(run_dir), rendezvous=Rendezvous(paths.rendezvous, name, 1),
-        process=SimpleNamespace(name=name), bind_host="127.0.0.1", advertised_host="127.0.0.1", log=logging.getLogger(name),
+        process=SimpleNamespace(name=name), bind_host="127.0.0.1", advertised_host="127.0.0.1",
+        log=logging.getLogger(name),
     )  # fmt: skip
 
 

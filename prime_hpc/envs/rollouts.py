@@ -1,0 +1,129 @@
+"""From a verifiers episode to our rollout: exact tokens, masks, log-probabilities, versions, reward."""
+
+import json
+import math
+from collections.abc import Callable
+from statistics import fmean
+
+import numpy as np
+import verifiers.v1 as vf
+
+from prime_hpc.envs.failures import failure_of_episode, last_call_error
+from prime_hpc.envs.stamps import Stamp, token_versions
+from prime_hpc.transport.arrays import Array
+from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample
+
+
+def policy_traces(episode: vf.Episode, model: str) -> list[vf.Trace]:
+    """The traces that the policy played, not a judge, a frozen model or a fixed opponent."""
+    return [t for t in episode.traces if t.agent.trainable and t.agent.config.model == model]
+
+
+def make_rollout(
+    request: RunRollout, source: str, episode: vf.Episode, stamps: dict[str, list[Stamp]], seq_len: int, seconds: float
+) -> Rollout:
+    """The rollout of an episode. `stamps` are those of each trace, by trace id; `seconds` is how long it took.
+
+    With several policy traces the reward is their mean, as it is one rollout's.
+    """
+    traces = policy_traces(episode, request.model)
+    rollout = Rollout(
+        rollout_id=request.rollout_id,
+        source=source,
+        task_id=episode.task.key or str(request.task_index),
+        num_turns=sum(t.num_turns for t in traces),
+        prompt_tokens=sum(t.num_input_tokens for t in traces),
+        completion_tokens=sum(t.num_output_tokens for t in traces),
+        truncated=any(t.is_truncated or last_call_error(t) for t in traces),
+        stop_condition=next((t.stop_condition for t in traces if t.stop_condition), ""),
+        seconds=seconds,
+    )
+    rollout.failure = failure_of_episode(episode) or _invalid_reward(traces)
+    if rollout.failure is None:
+        rollout.reward = fmean(t.reward for t in traces)
+        rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
+        rollout.metrics = _means(traces, lambda t: {name: m for name, m in t.metrics.items() if m is not None})
+        for trace in traces:
+            samples, cut = make_samples(trace, stamps[trace.id], source, seq_len)
+            rollout.samples += samples
+            rollout.truncated |= cut
+        for index, sample in enumerate(rollout.samples):
+            sample.sample_id = f"{request.rollout_id}/{index}"
+    return rollout
+
+
+def make_samples(trace: vf.Trace, stamps: list[Stamp], source: str, seq_len: int) -> tuple[list[Sample], bool]:
+    """One sample for every branch with a token to train, without ids yet, and whether one was cut to `seq_len`.
+
+    A reply that several branches share is trained in the first; to the others it is context.
+    """
+    sampled = [node for node in trace.nodes if node.sampled]
+    completions = [np.asarray(node.token_ids, dtype=np.int32)[np.asarray(node.mask, dtype=bool)] for node in sampled]
+    versions = {id(n): v for n, v in zip(sampled, token_versions(completions, stamps), strict=True)}
+    trained: set[int] = set()
+    samples, cut = [], False
+    for branch in (b for b in trace.branches if b.trainable):
+        sample = _sample(branch, versions, trained, source, seq_len, _temperature(trace))
+        trained.update(id(node) for node in branch.nodes)
+        if sample.mask.numpy().any():
+            samples.append(sample)
+            cut |= len(branch.token_ids) > seq_len
+    return samples, cut
+
+
+def conversation(episode: vf.Episode) -> str:
+    """The messages of the first trace's final branch, as JSON."""
+    messages = episode.traces[0].messages if episode.traces else []
+    return json.dumps([m.model_dump(mode="json", exclude_none=True) for m in messages])
+
+
+def _sample(
+    branch: vf.Branch, versions: dict[int, np.ndarray], trained: set[int], source: str, seq_len: int, temperature: float
+) -> Sample:
+    sampled = np.asarray(branch.sampled_mask, dtype=bool)
+    stream = np.full(len(sampled), NOT_SAMPLED, dtype=np.int64)
+    if sampled.any():
+        stream[sampled] = np.concatenate([versions[id(node)] for node in branch.nodes if node.sampled])
+    mask = np.concatenate([np.asarray(node.mask, dtype=bool) & (id(node) not in trained) for node in branch.nodes])
+    return Sample(
+        sample_id="",
+        source=source,
+        token_ids=Array.of(branch.token_ids[:seq_len], "i4"),
+        mask=Array.of(mask[:seq_len], "bool"),
+        logprobs=Array.of(branch.logprobs[:seq_len], "f4"),
+        versions=Array.of(stream[:seq_len], "i8"),
+        temperature=temperature,
+    )
+
+
+def _temperature(trace: vf.Trace) -> float:
+    """The temperature of the trace's seat, which may differ from the source's; engines take 1 where none is given."""
+    sampling = trace.agent.config.sampling
+    return 1.0 if sampling is None or sampling.temperature is None else sampling.temperature
+
+
+def _invalid_reward(traces: list[vf.Trace]) -> Failure | None:
+    """A policy trace must have a reward, and every number of it must be finite."""
+    for trace in traces:
+        given = list(trace.rewards.values())
+        if not given or None in given or not all(math.isfinite(r.value) for r in given):
+            message = f"{trace.agent.name} has the rewards {_written(trace)}: every one must be a finite number"
+            return Failure(kind="environment", type="InvalidReward", message=message)
+    if not traces:
+        message = "no trace of the policy: every seat is untrainable or plays another model"
+        return Failure(kind="environment", type="InvalidReward", message=message)
+    return None
+
+
+def _written(trace: vf.Trace) -> dict[str, float | None]:
+    return {name: reward and reward.value for name, reward in trace.rewards.items()}
+
+
+def _means(traces: list[vf.Trace], numbers: Callable[[vf.Trace], dict[str, float]]) -> dict[str, float]:
+    """Means over traces by name; where several seats play, names begin with the seat."""
+    seats = len({t.agent.name for t in traces}) > 1
+    values: dict[str, list[float]] = {}
+    for trace in traces:
+        for name, value in numbers(trace).items():
+            values.setdefault(f"{trace.agent.name}/{name}" if seats else name, []).append(value)
+    return {name: fmean(given) for name, given in values.items()}

@@ -1,0 +1,74 @@
+"""An engine that speaks the protocol of the real one, without a model: starts in a second and fails on demand."""
+
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
+
+from prime_hpc.cluster.role import Role, main
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.inference import server
+from prime_hpc.inference.routes import answering
+from tests.fake_engine.engine import FakeEngine, Fault, losing_stamps
+from tests.fake_engine.policy import FakeOptions, Policy
+
+VERSION = "0"
+
+
+def run(role: Role) -> None:
+    """Serve until SIGTERM.
+
+    Raises:
+        ConfigurationError: `inference.engine_args` has an option that the fake engine does not know.
+    """
+    given = role.config.inference.engine_args
+    try:
+        options = msgspec.convert(given, FakeOptions)
+    except msgspec.ValidationError as error:
+        problem = ConfigProblem("inference.engine_args", given, f"options of FakeOptions ({error})")
+        raise ConfigurationError([problem]) from error
+    server.run(role, functools.partial(start, role, options))
+
+
+@asynccontextmanager
+async def start(role: Role, options: FakeOptions) -> AsyncIterator[tuple[FakeEngine, Starlette]]:
+    """The engine and the routes that vLLM would bring."""
+    config = role.config
+    policy = Policy(Path(config.model.tokenizer or config.model.path), options)
+    seed = config.seed + role.process.index
+    engine = FakeEngine(policy, options, max_model_len=config.seq_len, seed=seed)
+    with losing_stamps(engine.faults):
+        yield engine, application(engine, config.model.served_name)
+
+
+def application(engine: FakeEngine, model: str) -> Starlette:
+    """Health, version, metrics, models, and `POST /fake/fault`."""
+
+    async def health(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("")
+
+    async def version(request: Request) -> JSONResponse:
+        return JSONResponse({"version": VERSION})
+
+    async def models(request: Request) -> JSONResponse:
+        card = {"id": model, "object": "model", "max_model_len": engine.max_model_len}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def fault(request: Request) -> Fault:
+        asked = msgspec.json.decode(await request.body(), type=Fault)
+        engine.faults.arm(asked)
+        return asked
+
+    plain = {"/health": health, "/metrics": health, "/version": version, "/v1/models": models}
+    return Starlette(routes=[*(Route(path, handler) for path, handler in plain.items()),
+                             Route("/fake/fault", answering(fault), methods=["POST"])])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(run, server=True)

@@ -1,0 +1,149 @@
+"""A `TokenEngine` without a model: it samples from `Policy`, keeps the protocol, and fails when told to."""
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import msgspec
+
+from prime_hpc.errors import InferenceFailure
+from prime_hpc.inference.engine import Piece
+from prime_hpc.inference.protocol import GenerateRequest
+from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check
+from prime_hpc.inference.stamps import Stamp, StampLog
+from prime_hpc.transport.messages import PolicyVersion
+from tests.fake_engine.policy import FakeOptions, Policy
+
+FaultKind = Literal["error", "hang", "slow", "exit", "drop_stamps"]
+SLOW_S = 0.2
+"""Extra seconds of every token of a slow request."""
+EXIT_CODE = 9
+
+
+class Fault(msgspec.Struct, kw_only=True):
+    """The next `count` requests meet this fault."""
+
+    kind: FaultKind
+    count: int = 1
+
+
+class Faults:
+    """Faults that wait for a request."""
+
+    def __init__(self, armed: dict[str, int]):
+        self._armed = Counter(armed)
+
+    def arm(self, fault: Fault) -> None:
+        self._armed[fault.kind] += fault.count
+
+    def strikes(self, kind: FaultKind) -> bool:
+        """Whether this request meets the fault; uses it up."""
+        struck = self._armed[kind] > 0
+        self._armed[kind] -= struck
+        return struck
+
+
+class FakeEngine:
+    """One worker, one token at a time. A reply depends on the seed, the prompt and how often that was asked before."""
+
+    name = "fake"
+    workers = 1
+    failed = False
+
+    def __init__(self, policy: Policy, options: FakeOptions, *, max_model_len: int, seed: int):
+        self.max_model_len = max_model_len
+        self.faults = Faults(options.faults)
+        self._policy = policy
+        self._token_s = options.token_s
+        self._seed = seed
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._step = 0
+        self._running = asyncio.Event()
+        self._running.set()
+
+    async def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
+        limit = self._limit(request)
+        token_s = await self._meet_faults()
+        rng = self._generator(request.token_ids)
+        reply = self._policy.reply(request.token_ids, self._step, rng)
+        finish = "stop" if len(reply) <= limit else "length"
+        for i, token in enumerate(reply[:limit], start=1):
+            await asyncio.sleep(token_s)
+            await self._running.wait()
+            yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if i == min(limit, len(reply)) else None, None)
+
+    async def pause(self, *, recompute: bool) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
+        worker = {"prime_hpc_verify": self._verify, "prime_hpc_load": self._load}[method]
+        return [await asyncio.to_thread(answers_errors(worker), *args)]
+
+    async def tell_version(self, version: str) -> None:
+        self._step = PolicyVersion.parse(version).step
+
+    def _verify(self, directory: str, version: str) -> Answer:
+        self._manifest = check(Path(directory), version)
+        return {"digest": self._manifest.digest}
+
+    def _load(self, directory: str, acks: str, process: str) -> Answer:
+        begin = time.monotonic()
+        n_tensors = sum(count_tensors(Path(directory) / name) for name in self._manifest.files)
+        return acknowledge(Path(acks), process, 0, self._manifest, begin=begin, n_tensors=n_tensors)
+
+    def _limit(self, request: GenerateRequest) -> int:
+        """Most tokens of a reply.
+
+        Raises:
+            ValueError: the prompt is empty, too long or holds unknown tokens, or several completions are asked for.
+        """
+        prompt, sampling = request.token_ids, request.sampling_params
+        room = self.max_model_len - len(prompt)
+        if not prompt or room < 1 or sampling.get("n", 1) != 1:
+            raise ValueError(f"one completion of 1 to {self.max_model_len - 1} tokens, got {len(prompt)} tokens")
+        if not all(0 <= token < self._policy.vocabulary for token in prompt):
+            raise ValueError("a token id is out of vocabulary")
+        return min(room, sampling.get("max_tokens") or room)
+
+    async def _meet_faults(self) -> float:
+        """Act out what this request meets; returns its seconds a token."""
+        if self.faults.strikes("exit"):
+            os._exit(EXIT_CODE)
+        if self.faults.strikes("error"):
+            raise InferenceFailure("a fault that was asked for")
+        if self.faults.strikes("hang"):
+            await asyncio.Event().wait()
+        return self._token_s + SLOW_S * self.faults.strikes("slow")
+
+    def _generator(self, prompt: list[int]) -> random.Random:
+        key = tuple(prompt)
+        self._asked[key] += 1
+        return random.Random(f"{self._seed} {key} {self._asked[key]}")
+
+
+def losing_stamps(faults: Faults) -> AbstractContextManager:
+    """Within this context stamps are lost on demand."""
+    keep = StampLog.add
+
+    def add(log: StampLog, session: str, stamp: Stamp) -> None:
+        if not faults.strikes("drop_stamps"):
+            keep(log, session, stamp)
+
+    return patch.object(StampLog, "add", add)
+
+
+def count_tensors(path: Path) -> int:
+    """Tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    with path.open("rb") as file:
+        header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+    return len(header.keys() - {"__metadata__"})
