@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.utils import logging
 
 from prime_hpc.config.compose import conf_dir
 from prime_hpc.envs.reverse_text import rows
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=30_000, help="examples in sft.jsonl")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and examples")
     args = parser.parse_args()
+    logging.disable_progress_bar()
     make_tiny_model(args.out, args.seed)
     write_examples(args.out / "sft.jsonl", args.rows, args.seed, task_arguments(EXPERIMENT))
 

@@ -13,11 +13,13 @@ PERIOD_S = 0.5
 
 
 class Watchdog:
-    """Counts the seconds since the last `beat` and calls `on_silence` once they exceed what was allowed."""
+    """Counts the seconds since the last `beat` and calls `on_silence` once they exceed what was allowed.
+
+    It counts its own turns rather than read a clock: a process that was suspended is not to blame for that time.
+    """
 
     def __init__(self, allowed_s: float, doing: str, on_silence: Callable[[str], None]):
         self._on_silence = on_silence
-        self._beat = time.monotonic()
         self.allow(allowed_s, doing)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -27,19 +29,17 @@ class Watchdog:
         self.beat()
 
     def beat(self) -> None:
-        self._beat = time.monotonic()
+        self._silent = 0.0
 
     def _watch(self) -> None:
-        while True:
+        while self._silent <= self._allowed:
             time.sleep(PERIOD_S)
-            silent = time.monotonic() - self._beat
-            if silent > self._allowed:
-                self._on_silence(f"{self._doing} for {silent:.0f} s, allowed were {self._allowed:.0f} s")
-                return
+            self._silent += PERIOD_S
+        self._on_silence(f"{self._doing} for more than {self._allowed:g} s")
 
 
 def exit_process(role: Role) -> Callable[[str], None]:
-    """Says what blocks, with the stacks of all threads, and leaves at once; the supervisor starts the process anew."""
+    """Says what blocks, with the stacks of all threads, and leaves at once; the supervisor decides what follows."""
 
     def leave(what: str) -> None:
         faulthandler.dump_traceback(all_threads=True)

@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib.util
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +38,9 @@ HELLO_PERIOD_S = 5.0
 TICK_S = 0.5
 BLOCK_GRACE_S = 10.0
 """The event loop may stand still this much longer than an episode may last."""
-LEAVE_S = 5.0
+LEAVE_S = 8.0
+"""After SIGTERM the process is gone within this time: code that shrugs off cancellation may not hold up the end."""
+STOOD_STILL = "the event loop has stood still"
 
 
 def run(role: Role) -> None:
@@ -48,6 +52,8 @@ def run(role: Role) -> None:
     config = role.config
     name, source = _source(role)
     offer_token(role.secrets.token)
+    for chatty in ("verifiers", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     watchdog = Watchdog(config.env.start_timeout_s, f"loading {source.id}", exit_process(role))
     environment = Environment(name, source, config.model)
     watchdog.allow(config.cluster.start_timeout_s + BLOCK_GRACE_S, f"waiting for {ORCHESTRATOR}")
@@ -88,19 +94,19 @@ class Worker:
         self._places = asyncio.Semaphore(self._capacity)
         self._stamps = StampClient(role.secrets.token)
         self._running: dict[str, asyncio.Task[RolloutDone]] = {}
+        self._stop = asyncio.Event()
         self._outbox: asyncio.Queue[WorkerHello | RolloutDone] = asyncio.Queue()
 
     async def serve(self) -> None:
         """Work until SIGTERM; what runs then is answered as cancelled."""
-        stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        self._watchdog.allow(BLOCK_GRACE_S, "the event loop has stood still")
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        self._watchdog.allow(self._role.config.env.rollout_timeout_s + BLOCK_GRACE_S, STOOD_STILL)
         context = zmq.asyncio.Context()
         self._socket = sockets.dealer(context, self._role.secrets, self._address, self._role.process.name)
         async with self._environment.serving(), self._stamps, asyncio.TaskGroup() as parts:
             serving = [parts.create_task(part()) for part in (self._receive, self._greet, self._send, self._tick)]
             self._role.rendezvous.publish("ready", num_tasks=self._environment.tasks.count)
-            await stop.wait()
+            await self._stop.wait()
             await self._finish()
             for part in serving:
                 part.cancel()
@@ -144,7 +150,9 @@ class Worker:
             await asyncio.sleep(TICK_S)
 
     async def _finish(self) -> None:
-        self._watchdog.allow(LEAVE_S, "leaving was held up by running episodes")
+        leave = threading.Timer(LEAVE_S, os._exit, args=[0])
+        leave.daemon = True
+        leave.start()
         for task in self._running.values():
             task.cancel()
         if self._running:
@@ -155,7 +163,7 @@ class Worker:
         task = asyncio.create_task(self._run(request))
         self._running[request.rollout_id] = task
         task.add_done_callback(partial(self._answer, request))
-        self._watchdog.allow(request.time_limit_s + BLOCK_GRACE_S, "the event loop has stood still")
+        self._watchdog.allow(request.time_limit_s + BLOCK_GRACE_S, STOOD_STILL)
 
     async def _run(self, request: RunRollout) -> RolloutDone:
         """One episode, from its task to its rollout."""

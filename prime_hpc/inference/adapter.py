@@ -134,6 +134,8 @@ def _no_decisions(client: EngineClient, state: Any, *_: Any) -> None:
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
     """vLLM's parameters for one streamed completion with the log-probability of each sampled token.
 
+    Without `max_tokens` a reply may fill the context.
+
     Raises:
         ValueError, Refusal: a parameter is unknown or out of range.
     """
@@ -141,7 +143,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
         raise ValueError("n must be 1: ask once for every completion")
     fixed = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "detokenize": bool(given.get("stop"))}
     try:
-        return SamplingParams(**{**given, **fixed})
+        return SamplingParams(**{"max_tokens": None, **given, **fixed})
     except TypeError as error:
         raise ValueError(str(error)) from error
 

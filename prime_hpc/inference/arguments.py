@@ -12,6 +12,8 @@ from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 CPU_KV_CACHE_BYTES = 128 * 2**20
 GPU_SHARE_ALONE = 0.9
 GPU_SHARE_WITH_TRAINER = 0.4
+TEARDOWN_S = 1
+"""vLLM's processes are killed after this; with 0 they never free their shared memory themselves."""
 KEY = "inference.vllm"
 
 
@@ -24,8 +26,9 @@ def set_environment(role: Role) -> None:
     if role.process.gpus:
         defaults |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     else:
-        # one process fewer and no warm-up: an engine on a CPU serves tests and demos, where starting counts most
-        defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1",
+        # one process fewer and no warm-up: an engine on a CPU serves tests and demos, where starting counts most;
+        # threads that spin while they wait would take the cores from the trainer and the environments beside it
+        defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", "OMP_WAIT_POLICY": "PASSIVE",
                      "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # fmt: skip
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
@@ -41,6 +44,7 @@ def arguments(role: Role) -> dict[str, Any]:
         "max_model_len": config.seq_len,
         "seed": config.seed + role.process.index,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, at its temperature
+        "shutdown_timeout": TEARDOWN_S,
         "worker_extension_cls": "prime_hpc.inference.worker.WeightReceiver",
     }
     if role.process.gpus:

@@ -1,6 +1,8 @@
 """What a worker rank does around loading weights, whatever the engine: check before, acknowledge after."""
 
 import functools
+import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,9 @@ from prime_hpc.inference.protocol import WorkerAck
 from prime_hpc.transport.weights import WeightsManifest, verify
 
 Answer = dict[str, Any]
+Shapes = dict[str, list[int]]
+"""Shapes of tensors by name."""
+HEADER_LENGTH_BYTES = 8
 
 
 def answers_errors(method: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -39,6 +44,46 @@ def check(directory: Path, version: str) -> WeightsManifest:
     if manifest.version != version:
         raise CorruptData(f"{directory} holds version {manifest.version}, not {version}")
     return manifest
+
+
+def check_complete(directory: Path, manifest: WeightsManifest, model: Path) -> None:
+    """Compare names and shapes with those of the checkpoint in `model`, which the engine started from.
+
+    An engine merges tensors (query, key and value, say): one that is missing would leave garbage in its place.
+
+    Raises:
+        CorruptData: a tensor is missing or has another shape.
+    """
+    given = {name: shape for file in manifest.files for name, shape in read_shapes(directory / file).items()}
+    wanted = required_shapes(model)
+    bad = [f"{name} {shape}, got {given.get(name)}" for name, shape in wanted.items() if given.get(name) != shape]
+    if bad:
+        raise CorruptData(f"{directory} differs from {model} in {len(bad)} tensors, first {'; '.join(bad[:3])}")
+
+
+def required_shapes(model: Path) -> Shapes:
+    """Tensors that every version must hold: those of the model's files but for a head that is the embedding again and
+    layers past the last one, which serve speculative decoding."""
+    config = json.loads((model / "config.json").read_text())
+    config = config.get("text_config", config)
+    shapes = {name: shape for path in model.glob("*.safetensors") for name, shape in read_shapes(path).items()}
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    layers = config.get("num_hidden_layers", 0)
+    return {name: shape for name, shape in shapes.items() if _layer(name) < layers}
+
+
+def _layer(name: str) -> int:
+    """Index of the layer that a tensor belongs to; -1 for the others."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Shapes in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def acknowledge(

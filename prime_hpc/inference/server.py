@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import multiprocessing
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -35,7 +37,7 @@ def run(role: Role, start: Start) -> None:
     Raises:
         InferenceFailure: the engine died or holds weights that it must not serve.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _leave_while_starting)
     with contextlib.closing(bind(role.bind_host)) as listener:
         asyncio.run(serve(role, start, listener))
 
@@ -103,6 +105,8 @@ async def _watch(server: Server, engine: TokenEngine, policy: PolicyEngine) -> I
     return None
 
 
-def _interrupt(*_: object) -> NoReturn:
-    """While the engine starts, leave through the context managers that stop its processes."""
-    raise KeyboardInterrupt
+def _leave_while_starting(*_: object) -> NoReturn:
+    """Nothing is served yet, so nothing is lost by leaving at once; an engine that starts listens to no one."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(128 + signal.SIGTERM)

@@ -36,14 +36,14 @@ CHAT_TEMPLATE = (
 def make_char_tokenizer(path: Path, alphabet: str = LETTERS) -> PreTrainedTokenizerFast:
     """Write a tokenizer of one token a character to `path` and return it.
 
-    Decoding an encoded text gives it back unchanged. A character outside `alphabet` raises at encoding: it would
-    otherwise become a token that stands for something else.
+    Decoding an encoded text gives it back unchanged. A character outside `alphabet` becomes `<pad>`: it may not raise,
+    as `renderers` encodes the markers of reasoning formats with any tokenizer to look for them in a reply.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))}
-    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(

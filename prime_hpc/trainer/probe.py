@@ -21,12 +21,15 @@ class Probe:
         self._pairs = [pairs[min(i, len(pairs) - 1)] for i in mine]
         self._counted = [i < len(pairs) for i in mine]
         self._config, self._world, self._end, self._seed = config, world, end_token, seed
+        self.example: tuple[list[int], np.ndarray] | None = None
+        """The newest reply to the first prompt, and its reference."""
 
     def exact_match(self, policy: PolicyModel, step: int) -> float:
         """Share of replies sampled at `step` that equal the reference, over all ranks."""
         config, prompts = self._config, [prompt for prompt, _ in self._pairs]
         generator = torch.Generator(self._world.device).manual_seed(hash((self._seed, step, self._world.rank)))
         replies = sample_replies(policy, prompts, config.max_tokens, config.temperature, self._end, generator)
+        self.example = replies[0], self._pairs[0][1]
         hits = [reply == list(reference) and counted for reply, (_, reference), counted
                 in zip(replies, self._pairs, self._counted, strict=True)]  # fmt: skip
         totals = gather([sum(hits), sum(self._counted)])

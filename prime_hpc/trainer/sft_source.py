@@ -24,7 +24,7 @@ class SFTSource:
         self._role, self._world, self._policy = role, world, policy
         self._config, self._start = role.config, time.monotonic()
         model, sft = role.config.model, role.config.trainer.sft
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+        self._tokenizer = tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path)
         messages = read_messages(Path(sft.data))
         held_out = sft.probe.prompts if sft.probe.every else 0
         if len(messages) <= held_out:
@@ -75,8 +75,14 @@ class SFTSource:
             metrics = {**report.metrics, "probe/exact_match": self._exact_match} if due else report.metrics
             self._monitor.log(step, metrics)
             self._losses.append(report.metrics["loss"])
+            progress = {"step": step, "of": self._config.max_steps, "loss": report.metrics["loss"]}
+            if self._exact_match is not None:
+                progress["exact_match"] = self._exact_match
+            self._role.rendezvous.publish("training", progress=progress)
             if due:
-                self._role.log.info("step %d | exact match on held-out rows %.3f", step, self._exact_match)
+                reply, reference = map(self._tokenizer.decode, self._probe.example)
+                self._role.log.info("step %d | exact match on held-out rows %.3f | for example %r, wanted %r", step,
+                                    self._exact_match, reply, reference)  # fmt: skip
 
     def _batch(self, step: int, micro_batches: list, sample_ids: list[str]) -> RankBatch:
         return RankBatch(step=step, rank=self._world.rank, micro_batches=micro_batches, sample_ids=sample_ids,

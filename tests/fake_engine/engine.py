@@ -16,7 +16,7 @@ import msgspec
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import Piece
 from prime_hpc.inference.protocol import GenerateRequest
-from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check
+from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check, read_shapes
 from prime_hpc.inference.stamps import Stamp, StampLog
 from prime_hpc.transport.messages import PolicyVersion
 from tests.fake_engine.policy import FakeOptions, Policy
@@ -98,7 +98,7 @@ class FakeEngine:
 
     def _load(self, directory: str, acks: str, process: str) -> Answer:
         begin = time.monotonic()
-        n_tensors = sum(count_tensors(Path(directory) / name) for name in self._manifest.files)
+        n_tensors = sum(len(read_shapes(Path(directory) / name)) for name in self._manifest.files)
         return acknowledge(Path(acks), process, 0, self._manifest, begin=begin, n_tensors=n_tensors)
 
     def _limit(self, request: GenerateRequest) -> int:
@@ -140,10 +140,3 @@ def losing_stamps(faults: Faults) -> AbstractContextManager:
             keep(log, session, stamp)
 
     return patch.object(StampLog, "add", add)
-
-
-def count_tensors(path: Path) -> int:
-    """Tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
-    with path.open("rb") as file:
-        header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-    return len(header.keys() - {"__metadata__"})

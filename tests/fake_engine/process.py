@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,14 @@ class EngineProcess:
     def wait_ready(self) -> dict[str, Any]:
         """What the engine publishes once it serves."""
         reader = Rendezvous(self.paths.rendezvous, "test", 1)
-        deadline = self.config.inference.start_timeout_s
-        while True:
-            try:
-                url = reader.wait(NAME, "base_url", 1.0)
-                break
-            except Exception:
-                deadline -= 1.0
-                if self.process.poll() is not None or deadline < 0:
-                    raise AssertionError(f"the engine did not start:\n{self.log.read_text()[-5000:]}") from None
-        self.client = httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {self.token}"})
-        return reader.read(NAME)
+        deadline = time.monotonic() + self.config.inference.start_timeout_s
+        while not (record := reader.read(NAME) or {}).get("base_url"):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the engine did not start:\n{self.log.read_text()[-5000:]}")
+            time.sleep(0.05)
+        headers = {"Authorization": f"Bearer {self.token}"}
+        self.client = httpx.Client(base_url=record["base_url"], timeout=60, headers=headers)
+        return record
 
     def post(self, route: str, body: dict[str, Any] | None = None, **headers: str) -> httpx.Response:
         return self.client.post(route, json=body or {}, headers=headers)

@@ -1,4 +1,4 @@
-"""An engine whose replies are scripted: it reverses what the user said last, with log-probabilities known beforehand."""
+"""An engine whose replies are scripted: it reverses what the user said last, with log-probabilities known before."""
 
 import asyncio
 import threading

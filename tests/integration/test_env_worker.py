@@ -37,7 +37,8 @@ from tests.integration.zoo import MODES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = ("env-reverse_text-0", "env-zoo-0", "env-zoo-1", "env-absent-0")
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
+
 OLD, NEW = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
 
@@ -252,6 +253,7 @@ def test_cancelled_rollout_is_answered_as_cancelled(orchestrator: Orchestrator, 
 
 
 def test_blocking_environment_ends_its_process(orchestrator: Orchestrator, engine: script.ScriptedEngine) -> None:
+    orchestrator.hello("env-zoo-1")
     orchestrator.send("env-zoo-1", request(engine, "blocks", MODES.index("block"), limit_s=1.0))
     assert orchestrator.wait_exit("env-zoo-1") == EXIT_BLOCKED
     log = orchestrator.log("env-zoo-1").read_text()

@@ -1,5 +1,6 @@
 """The fake engine keeps the protocol of the real one: stamps, pauses, verified weights, and faults on demand."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,17 @@ from safetensors.numpy import save_file
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.errors import InferenceFailure
+from prime_hpc.inference.engine import PolicyEngine
+from prime_hpc.inference.protocol import LoadRequest
+from prime_hpc.inference.receive import required_shapes
 from prime_hpc.inference.stamps import SpanTracker, Stamp, StampLog, checksum
 from prime_hpc.models.tiny import SPECIAL_TOKENS, make_char_tokenizer
 from prime_hpc.plan.run_plan import Fork
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import seal
-from tests.fake_engine.engine import EXIT_CODE
+from tests.fake_engine.engine import EXIT_CODE, FakeEngine
+from tests.fake_engine.policy import FakeOptions, Policy
 from tests.fake_engine.process import EngineProcess
 
 USER, ASSISTANT, EOS = 1, 2, 3
@@ -141,26 +147,31 @@ def test_only_the_token_opens_routes(engine: Maker) -> None:
     assert stranger.post("/inference/v1/generate", json={"token_ids": [1]}).status_code == 401
 
 
-@pytest.mark.parametrize("body", [
+BAD_REQUESTS: list[dict[str, Any]] = [
     {"token_ids": []},
     {"token_ids": list(range(4, 30)) * 3},
     {"token_ids": [10**6]},
     {"token_ids": "text"},
     {"token_ids": [4], "sampling_params": {"n": 2}},
     {"token_ids": [4], "model": "another"},
-])  # fmt: skip
-def test_bad_requests_are_refused(engine: Maker, body: dict[str, Any]) -> None:
-    reply = engine().post("/inference/v1/generate", body)
-    assert (reply.status_code, sorted(reply.json())) == (400, ["error", "type"])
+]
+
+
+def test_bad_requests_are_refused(engine: Maker) -> None:
+    process = engine()
+    replies = [process.post("/inference/v1/generate", body) for body in BAD_REQUESTS]
+    assert [reply.status_code for reply in replies] == [400] * len(BAD_REQUESTS)
+    assert all(sorted(reply.json()) == ["error", "type"] for reply in replies)
 
 
 def test_a_lost_client_frees_its_request(engine: Maker) -> None:
     process = engine(faults={"hang": 1})
+    body, session = {"token_ids": [4]}, {"X-Session-ID": "lost"}
     with pytest.raises(httpx.ReadTimeout):
-        process.client.post("/inference/v1/generate", json={"token_ids": [4]}, timeout=0.3)
+        process.client.post("/inference/v1/generate", json=body, headers=session, timeout=0.3)
     time.sleep(0.2)
     assert process.state()["running"] == 0
-    assert process.stamps("") == []
+    assert process.stamps("lost") == []
 
 
 def test_faults_strike_as_often_as_asked(engine: Maker) -> None:
@@ -213,3 +224,38 @@ def test_the_stamp_log_forgets_the_oldest() -> None:
     for i, session in enumerate("aab"):
         log.add(session, Stamp(request_id=str(i), tokens=0, crc=0, spans=[]))
     assert [[s.request_id for s in log.of(session)] for session in "abc"] == [["1"], ["2"], []]
+
+
+class HalfLoaded(FakeEngine):
+    """An engine whose workers verify weights and then fail to load them."""
+
+    async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
+        if method == "prime_hpc_load":
+            return [{"error": "out of memory", "type": "OutOfMemoryError"}]
+        return await super().call_workers(method, *args)
+
+
+def test_an_engine_that_loaded_in_part_never_resumes(tmp_path: Path) -> None:
+    make_char_tokenizer(tmp_path / "model")
+    directory = make_weights(tmp_path / "weights", PolicyVersion(0, 1))
+
+    async def update() -> PolicyEngine:
+        engine = HalfLoaded(Policy(tmp_path / "model", FakeOptions()), FakeOptions(), max_model_len=64, seed=0)
+        policy = PolicyEngine(engine, version=PolicyVersion(0, 0), model="policy", process="inference-0",
+                              acks=tmp_path / "acks", stamps=StampLog(1))  # fmt: skip
+        with pytest.raises(InferenceFailure, match="0.1 is loaded in part.*out of memory"):
+            await policy.load(LoadRequest(version="0.1", path=str(directory)))
+        with pytest.raises(InferenceFailure):
+            await policy.resume()
+        return policy
+
+    policy = asyncio.run(update())
+    assert policy.failure is not None
+    assert (policy.state().version, policy.state().paused) == ("0.0", True)
+
+
+def test_required_tensors_leave_out_what_is_never_published(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true, "num_hidden_layers": 2}')
+    names = ["model.embed_tokens.weight", "model.layers.1.a", "model.layers.2.a", "lm_head.weight"]
+    save_file({name: np.zeros((2, 3), np.float32) for name in names}, tmp_path / "model.safetensors")
+    assert required_shapes(tmp_path) == {"model.embed_tokens.weight": [2, 3], "model.layers.1.a": [2, 3]}

@@ -22,14 +22,16 @@ class ZooTask(vf.Task[ZooData, vf.State]):
     def key(self) -> str:
         return self.data.mode
 
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        if self.data.mode == "hang":
+            await asyncio.sleep(3600)
+        if self.data.mode == "block":
+            time.sleep(3600)
+
     @vf.reward
     async def outcome(self, task: ZooData, trace: vf.Trace) -> float:
         if task.mode == "raise":
             raise RuntimeError("the grader has a bug")
-        if task.mode == "hang":
-            await asyncio.sleep(3600)
-        if task.mode == "block":
-            time.sleep(3600)
         return float("nan") if task.mode == "nan" else float(trace.num_turns)
 
 

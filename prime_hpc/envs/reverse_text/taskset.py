@@ -24,6 +24,8 @@ class ReverseTextConfig(vf.TasksetConfig):
     """Letters of the longest text."""
     alphabet: str = Field(LETTERS, min_length=1)
     """Letters of the texts."""
+    separator: str = ""
+    """What stands between the letters of a text."""
     reward: Literal["exact", "similarity"] = "exact"
     """exact: 1 for the reversed text, else 0. similarity: Ratcliff and Obershelp's ratio to it."""
     prompt: str = PLAIN
@@ -69,7 +71,8 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
 
     def load(self) -> Iterator[ReverseTextTask]:
         config = self.config
-        for text in islice(words(config.seed, config.min_len, config.max_len, config.alphabet), config.num_tasks):
+        texts = words(config.seed, config.min_len, config.max_len, config.alphabet, config.separator)
+        for text in islice(texts, config.num_tasks):
             prompt = config.prompt.replace(PLAIN, text)
             data = ReverseTextData(prompt=prompt, answer=text[::-1], graded_by=config.reward)
             yield ReverseTextTask(data, config.task)

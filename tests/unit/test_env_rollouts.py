@@ -1,0 +1,163 @@
+"""Episodes built by hand, as verifiers would return them."""
+
+import math
+import zlib
+
+import numpy as np
+import pytest
+import verifiers.v1 as vf
+
+from prime_hpc.envs.rollouts import make_rollout, make_samples
+from prime_hpc.envs.stamps import Stamp, token_versions
+from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, RunRollout
+
+V0, V1 = PolicyVersion(0, 0).pack(), PolicyVersion(1, 7).pack()
+REQUEST = RunRollout(rollout_id="r", task_index=3, base_url="", model="policy", version=PolicyVersion(0, 0),
+                     sampling={})  # fmt: skip
+
+
+def stamp(ids: list[int], *spans: tuple[str, int, int]) -> Stamp:
+    crc = zlib.crc32(np.asarray(ids, dtype="<i4").tobytes())
+    return Stamp(request_id="x", tokens=len(ids), crc=crc, spans=list(spans))
+
+
+def said(parent: int | None, ids: list[int]) -> vf.MessageNode:
+    message = {"role": "user", "content": "u"}
+    return vf.MessageNode(parent=parent, message=message, token_ids=ids, mask=[False] * len(ids))
+
+
+def replied(parent: int, scaffold: list[int], ids: list[int]) -> vf.MessageNode:
+    mask = [False] * len(scaffold) + [True] * len(ids)
+    return vf.MessageNode(parent=parent, message={"role": "assistant", "content": "a"}, token_ids=[*scaffold, *ids],
+                          mask=mask, sampled=True, logprobs=[-0.5] * len(ids))  # fmt: skip
+
+
+def make_trace(*nodes: vf.MessageNode, name: str = "agent", model: str = "policy", **fields) -> vf.Trace:
+    config = vf.AgentConfig(model=model, runtime={"type": "subprocess"}, sampling={"temperature": 0.25})
+    agent = vf.AgentInfo(config=config, name=name, trainable=fields.pop("trainable", True))
+    fields.setdefault("rewards", {"good": vf.Reward(score=1.0)})
+    return vf.Trace(task=vf.TraceTask(type="t", data=vf.TaskData(), key="k"), agent=agent, nodes=list(nodes), ok=True,
+                    **fields)  # fmt: skip
+
+
+def make_episode(*traces: vf.Trace, ok: bool = True, errors: tuple[vf.Error, ...] = ()) -> vf.Episode:
+    task = vf.TraceTask(type="t", data=vf.TaskData(), key="k")
+    return vf.Episode(task=task, traces=list(traces), ok=ok, errors=list(errors))
+
+
+def rollout_of(episode: vf.Episode):
+    return make_rollout(REQUEST, "s", episode, {t.id: [] for t in episode.traces}, 32, 1.5)
+
+
+def test_versions_follow_spans_and_leave_gaps_unsampled() -> None:
+    streams = token_versions([np.array([5, 6, 7])], [stamp([5, 6, 7], ("0.0", 0, 1), ("1.7", 1, 2))])
+    assert [s.tolist() for s in streams] == [[V0, V1, NOT_SAMPLED]]
+
+
+def test_equal_completions_take_their_stamps_in_order() -> None:
+    first, second = stamp([5], ("0.0", 0, 1)), stamp([5], ("1.7", 0, 1))
+    streams = token_versions([np.array([5]), np.array([5]), np.array([5])], [first, second])
+    assert [s.tolist() for s in streams] == [[V0], [V1], [NOT_SAMPLED]]
+
+
+def test_a_stamp_of_other_tokens_is_not_taken() -> None:
+    assert token_versions([np.array([5, 6])], [stamp([6, 5], ("0.0", 0, 2))])[0].tolist() == [NOT_SAMPLED] * 2
+
+
+def test_a_reply_shared_by_branches_is_trained_once() -> None:
+    trace = make_trace(said(None, [1]), replied(0, [2], [10, 11]), said(1, [3]), replied(2, [], [12]),
+                       said(1, [4]), replied(4, [], [13]))  # fmt: skip
+    stamps = [stamp([10, 11], ("0.0", 0, 2)), stamp([12], ("1.7", 0, 1)), stamp([13], ("1.7", 0, 1))]
+    samples, cut = make_samples(trace, stamps, "s", 32)
+    assert not cut
+    assert [s.token_ids.numpy().tolist() for s in samples] == [[1, 2, 10, 11, 3, 12], [1, 2, 10, 11, 4, 13]]
+    assert [s.mask.numpy().tolist() for s in samples] == [[0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 1]]
+    for sample in samples:
+        assert sample.versions.numpy().tolist() == [NOT_SAMPLED, NOT_SAMPLED, V0, V0, NOT_SAMPLED, V1]
+        assert sample.logprobs.numpy().tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+        assert sample.temperature == 0.25 and sample.source == "s"
+
+
+def test_a_long_sequence_is_cut_and_its_rollout_truncated() -> None:
+    trace = make_trace(said(None, [1, 2]), replied(0, [], [3, 4, 5]))
+    stamps = {trace.id: [stamp([3, 4, 5], ("0.0", 0, 3))]}
+    rollout = make_rollout(REQUEST, "s", make_episode(trace), stamps, 4, 1.0)
+    [sample] = rollout.samples
+    assert sample.token_ids.numpy().tolist() == [1, 2, 3, 4] and sample.versions.numpy().tolist()[2:] == [V0, V0]
+    assert sample.sample_id == "r/0" and rollout.truncated
+
+
+def test_a_sequence_cut_before_its_first_reply_gives_no_sample() -> None:
+    samples, _ = make_samples(make_trace(said(None, [1, 2, 3]), replied(0, [], [4])), [], "s", 3)
+    assert samples == []
+
+
+def test_rewards_are_weighted_sums_and_recorded_by_name() -> None:
+    rewards = {"good": vf.Reward(score=1.0), "short": vf.Reward(score=0.5, weight=0.2)}
+    trace = make_trace(said(None, [1]), replied(0, [], [2]), rewards=rewards, metrics={"length": 3.0, "unscored": None})
+    rollout = rollout_of(make_episode(trace))
+    assert rollout.reward == 1.1 and rollout.rewards == {"good": 1.0, "short": 0.5}
+    assert rollout.metrics == {"length": 3.0} and rollout.task_id == "k" and rollout.seconds == 1.5
+
+
+def test_only_seats_of_the_policy_count() -> None:
+    solver = [make_trace(said(None, [1]), replied(0, [], [2]), name="solver", rewards={"r": vf.Reward(score=s)})
+              for s in (0.0, 1.0)]  # fmt: skip
+    judge = make_trace(said(None, [1]), replied(0, [], [9]), name="judge", rewards={}, trainable=False)
+    frozen = make_trace(said(None, [1]), replied(0, [], [9]), name="rival", model="rival", rewards={})
+    rollout = rollout_of(make_episode(*solver, judge, frozen))
+    assert rollout.reward == 0.5 and rollout.num_turns == 2
+    assert [s.sample_id for s in rollout.samples] == ["r/0", "r/1"]
+
+
+@pytest.mark.parametrize(
+    "rewards", [{}, {"good": None}, {"good": vf.Reward(score=math.nan)}, {"good": vf.Reward(score=math.inf)}]
+)
+def test_a_reward_that_is_no_finite_number_is_a_failure(rewards: dict) -> None:
+    rollout = rollout_of(make_episode(make_trace(said(None, [1]), replied(0, [], [2]), rewards=rewards)))
+    assert rollout.reward is None and rollout.samples == []
+    assert (rollout.failure.kind, rollout.failure.type) == ("environment", "InvalidReward")
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        ("ProviderError", "inference"),
+        ("InterceptionError", "inference"),
+        ("TunnelError", "inference"),
+        ("SandboxError", "infrastructure"),
+        ("ToolsetError", "infrastructure"),
+        ("TaskError", "environment"),
+        ("HarnessError", "environment"),
+        ("TimeoutError", "environment"),
+    ],
+)
+def test_errors_of_a_trace_are_kept_apart(error: str, kind: str) -> None:
+    trace = make_trace(said(None, [1]), errors=[vf.Error(type=error, message="why")])
+    trace.ok = False
+    consequence = vf.Error(type="EnvError", message="run() failed")
+    failure = rollout_of(make_episode(trace, ok=False, errors=(consequence,))).failure
+    assert (failure.kind, failure.type, failure.message) == (kind, error, "why")
+
+
+def test_an_error_of_the_environment_itself_counts_where_every_trace_is_fine() -> None:
+    episode = make_episode(make_trace(said(None, [1])), ok=False, errors=(vf.Error(type="EnvError", message="why"),))
+    assert (rollout_of(episode).failure.kind, rollout_of(episode).failure.type) == ("environment", "EnvError")
+
+
+def test_an_expired_stage_is_a_timeout_though_it_was_scored() -> None:
+    trace = make_trace(said(None, [1]), replied(0, [], [2]), is_timeout=True, stop_condition="agent_timeout")
+    failure = rollout_of(make_episode(trace)).failure
+    assert (failure.kind, failure.type, failure.message) == ("environment", "Timeout", "agent: agent_timeout")
+
+
+def test_a_model_call_that_failed_last_is_no_behaviour_of_the_policy() -> None:
+    call = vf.ModelCall(error=vf.Error(type="ProviderError", message="gone", status_code=503))
+    failure = rollout_of(make_episode(make_trace(said(None, [1]), replied(0, [], [2]), calls=[call]))).failure
+    assert (failure.kind, failure.type) == ("inference", "ProviderError")
+
+
+def test_a_full_context_ends_a_rollout_that_is_scored_as_truncated() -> None:
+    call = vf.ModelCall(error=vf.Error(type="ProviderError", message="too long", status_code=400))
+    rollout = rollout_of(make_episode(make_trace(said(None, [1]), replied(0, [], [2]), calls=[call])))
+    assert rollout.failure is None and rollout.reward == 1.0 and rollout.truncated

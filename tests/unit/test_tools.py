@@ -1,0 +1,57 @@
+"""The demo's scripts: examples that fit the experiment, and the closing summary."""
+
+import json
+from pathlib import Path
+
+from tools.make_reverse_text import task_arguments, write_examples
+from tools.show_summary import describe
+
+ROWS = 50
+
+
+def test_examples_are_reversed_words_of_the_experiments_lengths(tmp_path: Path):
+    write_examples(tmp_path / "sft.jsonl", ROWS, 0, task_arguments("reverse_text_cpu"))
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert len(rows) == ROWS
+    assert {tuple(message["role"] for message in row) for row in rows} == {("user", "assistant")}
+    assert all(reply["content"] == question["content"][::-1] for question, reply in rows)
+    assert {len(question["content"]) for question, _ in rows} == {8, 9, 10, 11, 12}
+
+
+def test_examples_of_another_experiment_carry_its_prompt(tmp_path: Path):
+    arguments = task_arguments("reverse_text")
+    assert "Reverse" in arguments["prompt"]
+    write_examples(tmp_path / "sft.jsonl", 1, 0, arguments)
+    question, reply = json.loads((tmp_path / "sft.jsonl").read_text())["messages"]
+    assert question["content"] == arguments["prompt"].replace("{text}", reply["content"][::-1])
+
+
+def test_a_seed_decides_the_examples(tmp_path: Path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_examples(tmp_path / name, ROWS, seed, task_arguments("reverse_text_cpu"))
+    a, b, c = ((tmp_path / name).read_text() for name in "abc")
+    assert a == b != c
+
+
+def test_summary_shows_the_promised_numbers_the_curve_and_the_newest_logs(tmp_path: Path):
+    summary = {"steps": 60, "reward_first5": 0.2375, "reward_last5": 0.8125, "mismatch_abs_mean": 3.47e-07,
+               "mismatch_tokens": 900, "wall_s": 223.04}  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "reward_curve.png").touch()
+    for attempt in (2, 9, 10):
+        (tmp_path / "logs" / f"attempt_{attempt}").mkdir(parents=True)
+    assert describe(tmp_path).splitlines() == [
+        "steps              60",
+        "reward_first5      0.237",
+        "reward_last5       0.812",
+        "mismatch_abs_mean  3.47e-07",
+        "wall_s             223",
+        f"reward curve       {tmp_path}/reward_curve.png",
+        f"logs               {tmp_path}/logs/attempt_10",
+    ]
+
+
+def test_summary_without_a_curve_or_a_comparison_says_so(tmp_path: Path):
+    summary = {"steps": 1, "reward_first5": 0.5, "reward_last5": 0.5, "mismatch_abs_mean": None, "wall_s": 9.0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert describe(tmp_path).splitlines()[-2:] == ["mismatch_abs_mean  None", "wall_s             9"]
