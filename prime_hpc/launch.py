@@ -8,16 +8,18 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from prime_hpc.config import compose
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.schema import parse
 from prime_hpc.envs.load import find_source_problems
-from prime_hpc.errors import ConfigurationError, PrimeHPCError
+from prime_hpc.errors import ConfigProblem, ConfigurationError, PrimeHPCError
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.registry import launch_plan
 
@@ -41,13 +43,22 @@ def main(composed: DictConfig) -> None:
 
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
-    config = parse(OmegaConf.to_container(composed, resolve=True))
+    config = parse(_resolved(composed))
     problems = [*find_conflicts(config), *find_source_problems(config)]
     if problems:
         raise ConfigurationError(problems)
     stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())
     start = RunStart.resolve(config, experiment=facts.runtime.choices.get("experiment"), origins=stack)
     return launch_plan(start)
+
+
+def _resolved(composed: DictConfig) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(composed, resolve=True)
+    except InterpolationResolutionError as error:
+        reason = str(error).splitlines()[0]
+        problem = ConfigProblem(str(error.full_key), "${...}", f"a reference that resolves ({reason})")
+        raise ConfigurationError([problem]) from error
 
 
 def _search_path() -> list[Path]:

@@ -20,8 +20,10 @@ NOT_OF_THE_PLAIN_MODEL = ("quantization_config", "dtype")
 
 def convert(gguf: Path, out: Path, dtype: torch.dtype) -> None:
     """Write config, weights of `dtype`, tokenizer and generation config of the model in `gguf` to `out`."""
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(loaded.config.eos_token_id)
+    tokenizer.save_pretrained(out)
     _without_quantisation(loaded).to(dtype).save_pretrained(out)
 
 

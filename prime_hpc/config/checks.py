@@ -10,11 +10,12 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    checks = [_model, _optimizer, *((_rollouts, _sources, _sampling) if config.mode == "rl" else (_sft,))]
+    checks = [_model, _optimizer, *((_rollouts, _sources, _sampling, _engines) if config.mode == "rl" else (_sft,))]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -96,6 +97,13 @@ def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
                                 f"less than seq_len = {config.seq_len}, which holds the prompt too")  # fmt: skip
 
 
+def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
+    for name in ADDRESS_ARGUMENTS:
+        if name in config.inference.vllm:
+            yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
+                                "to be left out: an engine listens where the system has a free port")  # fmt: skip
+
+
 def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
     sft = config.trainer.sft
     if not sft.data or not Path(sft.data).is_file():
@@ -119,6 +127,7 @@ def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):  # a ValueError is text that is no JSON, or bytes that are no text
         return None
+    return value if isinstance(value, dict) else None

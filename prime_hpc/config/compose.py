@@ -38,7 +38,8 @@ def unknown_choices(arguments: list[str], search_path: list[Path]) -> list[Confi
             continue
         valid = options(key, search_path)
         bad = [c.strip() for c in choices.split(",") if c.strip() not in valid]
-        problems += [ConfigProblem(key, c, f"one of {', '.join(valid)}", nearest_name(c, valid)) for c in bad]
+        expected = f"one of {', '.join(valid)}" if valid else f"{key}.KEY=VALUE, since this group has no files"
+        problems += [ConfigProblem(key, c, expected, nearest_name(c, valid)) for c in bad]
     return problems
 
 

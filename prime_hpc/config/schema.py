@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -37,7 +38,7 @@ def find_schema_problems(raw: dict[str, Any]) -> list[ConfigProblem]:
     try:
         _adapter.validate_python(raw)
     except ValidationError as error:
-        by_key = {}
+        by_key: dict[str, ConfigProblem] = {}
         for item in error.errors(include_url=False):
             problem = _problem(item)
             by_key.setdefault(problem.key, problem)
@@ -63,7 +64,7 @@ def known_keys(path: tuple[str | int, ...] = ()) -> list[str]:
     return [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
 
 
-def _problem(item: dict[str, Any]) -> ConfigProblem:
+def _problem(item: Mapping[str, Any]) -> ConfigProblem:
     loc, kind, context = item["loc"], item["type"], item.get("ctx", {})
     loc = tuple(p for p in loc if isinstance(p, int) or not p.startswith(("function-", "constrained-")))
     if loc and loc[-1] in ("str", "int", "float", "constrained-str") and kind != "unexpected_keyword_argument":

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from prime_hpc.cluster.files import read_json
+from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Sample
@@ -51,6 +53,17 @@ def read_messages(path: Path) -> list[Messages]:
     if not rows:
         raise problem(str(path), "at least one row")
     return rows
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the model's end token: engines stop at that one, and some tokenizers name another."""
+    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+    for name in ("generation_config.json", "config.json"):
+        ends = (read_json(Path(model.path) / name) or {}).get("eos_token_id")
+        if ends is not None:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0] if isinstance(ends, list) else ends)
+            break
+    return tokenizer
 
 
 def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:

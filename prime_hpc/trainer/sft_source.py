@@ -3,8 +3,6 @@
 import time
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
@@ -13,7 +11,7 @@ from prime_hpc.observe.monitor import Monitor
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.probe import Probe
-from prime_hpc.trainer.sft_data import Row, batch_rows, make_render, read_messages, to_sample
+from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, read_messages, to_sample
 from prime_hpc.transport.messages import RankBatch, StepReport
 
 
@@ -24,7 +22,7 @@ class SFTSource:
         self._role, self._world, self._policy = role, world, policy
         self._config, self._start = role.config, time.monotonic()
         model, sft = role.config.model, role.config.trainer.sft
-        self._tokenizer = tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+        self._tokenizer = tokenizer = load_tokenizer(model)
         messages = read_messages(Path(sft.data))
         held_out = sft.probe.prompts if sft.probe.every else 0
         if len(messages) <= held_out:

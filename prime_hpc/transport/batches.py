@@ -9,16 +9,16 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import zmq
 import zmq.asyncio
 
 from prime_hpc.cluster.files import list_fresh, write_atomic
 from prime_hpc.cluster.role import Role
-from prime_hpc.errors import CorruptData, DeadlineExceeded
+from prime_hpc.errors import DeadlineExceeded
 from prime_hpc.transport import sockets
-from prime_hpc.transport.messages import BatchRequest, Message, RankBatch, StepReport, decode, encode
+from prime_hpc.transport.messages import BatchRequest, M, Message, RankBatch, StepReport, decode_as, encode
 
 ORCHESTRATOR = "orchestrator-0"
 REPEAT_S = 10.0
@@ -62,9 +62,9 @@ class ZmqSource:
         while time.monotonic() < deadline:
             self._socket.send_multipart(encode(request))
             until = time.monotonic() + REPEAT_S
-            while (left := until - time.monotonic()) > 0 and self._socket.poll(left * 1000):
-                reply = decode(self._socket.recv_multipart())
-                if isinstance(reply, RankBatch) and reply.step == step:  # answers to repeated questions are skipped
+            while (left := until - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
+                reply = decode_as(self._socket.recv_multipart(), RankBatch)
+                if reply.step == step:  # answers to repeated questions are skipped
                     return reply
         raise DeadlineExceeded(self._name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
 
@@ -89,7 +89,7 @@ class FileSource:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(self._name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
             time.sleep(POLL_S)
-        return _read(directory / name)
+        return _read(directory / name, RankBatch)
 
     def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
         self._ask(step + 1, report, checkpointed)
@@ -118,17 +118,15 @@ class ZmqServer:
     """Answers every question in a task of its own, so that a rank that waits holds nobody up."""
 
     def __init__(self, role: Role):
-        self._socket, port = sockets.router(zmq.asyncio.Context.instance(), role.secrets, role.bind_host)
+        socket, port = sockets.router(zmq.asyncio.Context.instance(), role.secrets, role.bind_host)
+        self._socket = cast(zmq.asyncio.Socket, socket)
         self.address: str | None = f"tcp://{role.advertised_host}:{port}"
 
     async def serve(self, answer: Answer) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 identity, *frames = await self._socket.recv_multipart()
-                request = decode(frames)
-                if not isinstance(request, BatchRequest):
-                    raise CorruptData(f"{identity.decode()} sent a {type(request).__name__} and not a BatchRequest")
-                tasks.create_task(self._reply(identity, request, answer))
+                tasks.create_task(self._reply(identity, decode_as(frames, BatchRequest), answer))
 
     async def _reply(self, identity: bytes, request: BatchRequest, answer: Answer) -> None:
         await self._socket.send_multipart([identity, *encode(await answer(request))])
@@ -137,7 +135,7 @@ class ZmqServer:
 class FileServer:
     """Watches for request files and writes the answers beside them; older steps are removed once checkpointed."""
 
-    address = None
+    address: str | None = None
 
     def __init__(self, root: Path):
         self._root = root
@@ -157,7 +155,7 @@ class FileServer:
                 if name.startswith("request_")]  # fmt: skip
 
     async def _reply(self, path: Path, answer: Answer) -> None:
-        request = _read(path)
+        request = _read(path, BatchRequest)
         batch = await answer(request)
         await asyncio.to_thread(_write, path.with_name(f"rank_{request.rank}.bin"), batch)
         for step in list_fresh(self._root):
@@ -169,5 +167,5 @@ def _write(path: Path, message: Message) -> None:
     write_atomic(path, b"\n".join(encode(message)), durable=False)
 
 
-def _read(path: Path) -> Message:
-    return decode(path.read_bytes().split(b"\n", 1))
+def _read(path: Path, kind: type[M]) -> M:
+    return decode_as(path.read_bytes().split(b"\n", 1), kind)

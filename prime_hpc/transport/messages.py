@@ -7,6 +7,8 @@ Directions:
     orchestrator -> trainer rank: RankBatch
 """
 
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 
@@ -193,6 +195,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, tag=True):
 
 
 Message = WorkerHello | RunRollout | CancelRollout | RolloutDone | BatchRequest | RankBatch
+M = TypeVar("M", WorkerHello, RunRollout, CancelRollout, RolloutDone, BatchRequest, RankBatch)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -200,6 +203,19 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> list[bytes]:
     """Two frames: the schema version, then the message."""
     return [b"%d" % SCHEMA_VERSION, _encoder.encode(message)]
+
+
+def decode_as(frames: list[bytes], kind: type[M]) -> M:
+    """The message of two frames, where only `kind` belongs.
+
+    Raises:
+        CorruptData: it is another message, or none.
+        SchemaMismatch: the peer speaks another schema version.
+    """
+    message = decode(frames)
+    if not isinstance(message, kind):
+        raise CorruptData(f"got a {type(message).__name__} where a {kind.__name__} belongs")
+    return message
 
 
 def decode(frames: list[bytes]) -> Message:

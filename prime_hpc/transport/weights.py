@@ -60,12 +60,12 @@ def verify(directory: Path) -> WeightsManifest:
     """Check every file of a version directory against its manifest.
 
     Raises:
-        CorruptData: a file is missing, cut or changed; its name is in the text.
+        CorruptData: a file is missing, cut or changed, or the manifest contradicts itself; the name is in the text.
         SchemaMismatch: the manifest is of another schema version.
     """
     try:
         raw = (directory / MANIFEST).read_bytes()
-        if msgspec.json.decode(raw).get("schema") != MANIFEST_SCHEMA:
+        if msgspec.json.decode(raw, type=dict).get("schema") != MANIFEST_SCHEMA:
             raise SchemaMismatch(f"{directory / MANIFEST} is not of weights schema {MANIFEST_SCHEMA}")
         manifest = msgspec.json.decode(raw, type=WeightsManifest)
     except (FileNotFoundError, msgspec.MsgspecError) as error:
@@ -77,6 +77,8 @@ def verify(directory: Path) -> WeightsManifest:
             raise CorruptData(f"{path} has {size} bytes, its manifest says {entry.bytes}: the file is missing or cut")
         if digest_file(path) != entry.digest:
             raise CorruptData(f"{path} does not match its digest: the file was changed or damaged")
+    if manifest.digest != _combine(manifest.files):
+        raise CorruptData(f"{directory / MANIFEST} contradicts itself: its digest is not that of its list of files")
     return manifest
 
 

@@ -1,14 +1,17 @@
 """SFT rows: exact masks on the character tokenizer, order of rows, and errors that name the line."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer
 from prime_hpc.trainer.probe import split_last_reply
-from prime_hpc.trainer.sft_data import batch_rows, make_render, read_messages, render_template, to_sample
+from prime_hpc.trainer.sft_data import batch_rows, load_tokenizer, make_render, read_messages, render_template, to_sample
 
 TWO_TURNS = [
     {"role": "user", "content": "ab"},
@@ -92,3 +95,12 @@ def test_missing_data_is_refused(tmp_path):
 def test_masks_have_the_type_that_messages_want(tokenizer):
     row = render_template(tokenizer, TWO_TURNS)
     assert (row.token_ids.dtype, row.mask.dtype) == (np.int32, np.bool_)
+
+
+def test_replies_end_with_the_model_s_token_whatever_the_tokenizer_says(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token = "<user>"
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<user>"
+    assert load_tokenizer(ModelConfig(path=str(tmp_path / "model"))).eos_token == "<eos>"

@@ -1,0 +1,66 @@
+"""Whole runs on the fake engine, started as a user starts them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = (
+    "seq_len=64", "orchestrator.batch_size=16", "orchestrator.group_size=4", "trainer.ranks=1", "env.workers=1",
+    "inference.engine=tests.fake_engine", "optimizer.warmup_steps=0", "trainer.threads=1", "launcher.stop_grace_s=3",
+)  # fmt: skip
+
+
+class LocalRun:
+    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
+
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str):
+        self.root = output_dir / name
+        command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+                   f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ), text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.root / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.root / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def record(self, process: str) -> dict[str, Any]:
+        """What a process last published."""
+        return json.loads((self.root / "rendezvous" / f"{process}.json").read_text())
+
+    def log(self, process: str, attempt: int = 1) -> str:
+        return (self.root / "logs" / f"attempt_{attempt}" / f"{process}.log").read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once the run has reported step `step`; fails where it ends before."""
+        for line in self.process.stdout:
+            found = re.search(r"\bstep (\d+)", line)
+            if found and int(found[1]) >= step:
+                return
+        raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
+
+    def survivors(self) -> list[str]:
+        """Command lines of processes that still work on this run."""
+        mine = []
+        for process in psutil.process_iter(["cmdline"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if str(self.root) in line and "prime_hpc.launch" not in line:
+                mine.append(line)
+        return mine

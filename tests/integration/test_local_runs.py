@@ -1,0 +1,132 @@
+"""Whole runs on the fake engine: they end, they do not disturb one another, they resume, they name who failed first."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.observe.records import read_records, record_path
+from prime_hpc.orchestrator.journal import BatchCut, read
+from prime_hpc.transport.checkpoints import complete_steps
+from prime_hpc.transport.messages import PolicyVersion
+from tests.integration.runs import LocalRun
+
+SKILL = "inference.engine_args={skill0: 0.3, skill_per_version: 0.2, token_s: 0.002}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[LocalRun, LocalRun]:
+    """Two runs at the same time in one folder: one over ZMQ with evaluation, one over files."""
+    output = tmp_path_factory.mktemp("outputs")
+    evaluated = ("env.eval.every=2", "env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, "
+                 "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
+    first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
+    second = LocalRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
+                      "inference.replicas=2", "monitor.wandb=offline")  # fmt: skip
+    for run in (first, second):
+        code, text = run.wait()
+        assert code == 0, text
+        run.text = text
+    return first, second
+
+
+def test_both_runs_end_with_every_step_reported(finished: tuple[LocalRun, LocalRun]) -> None:
+    for run, steps in zip(finished, (4, 3), strict=True):
+        assert run.summary["steps"] == steps
+        assert {r["step"] for r in run.metrics if "loss" in r} == set(range(1, steps + 1))
+        assert run.record("trainer-0")["state"] == run.record("orchestrator-0")["state"] == "done"
+        assert f"everything lies in {run.root}" in run.text
+        assert (run.root / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+        assert not run.survivors()
+
+
+def test_side_by_side_runs_share_nothing(finished: tuple[LocalRun, LocalRun]) -> None:
+    first, second = finished
+    assert first.record("inference-0")["base_url"] != second.record("inference-0")["base_url"]
+    tasks = [{r["task_id"] for r in read_records(record_path(run.root / "rollouts", 1))} for run in finished]
+    assert tasks[0] != tasks[1], "another seed draws other tasks"
+    assert (first.root / "model" / "config.json").exists() and (second.root / "model" / "config.json").exists()
+
+
+def test_rewards_rise_with_the_version_that_sampled(finished: tuple[LocalRun, LocalRun]) -> None:
+    rewards = [r["train/all/reward"] for r in finished[0].metrics if "loss" in r]
+    assert rewards[-1] > rewards[0]
+
+
+def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, LocalRun]) -> None:
+    evaluated = {r["step"]: r for r in finished[0].metrics if "eval/held_out/reward" in r}
+    assert set(evaluated) == {2, 4}
+    assert evaluated[4]["eval/held_out/version"] == 4
+
+
+def test_records_hold_ids_versions_and_advantages(finished: tuple[LocalRun, LocalRun]) -> None:
+    records = list(read_records(record_path(finished[0].root / "rollouts", 1)))
+    assert len(records) == 16
+    for record in records:
+        (sample,) = record["samples"]
+        assert sample["token_ids"] and record["reward"] in (0.0, 1.0)
+        assert {run[0] for run in sample["versions"] if run[0]} <= {"0.0", "0.1"}
+
+
+def test_checkpoints_and_journal_agree(finished: tuple[LocalRun, LocalRun]) -> None:
+    run = finished[0]
+    assert complete_steps(run.root / "checkpoints") == [2, 4]
+    cut = [r.step for r in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut) and r.sample_ids]
+    assert cut == [1, 2, 3, 4]
+
+
+def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path: Path, tiny_model: Path) -> None:
+    arguments = (SKILL, "checkpoint.every=2")
+    run = LocalRun(tmp_path, tiny_model, "stopped", "max_steps=50", *arguments)
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGINT)
+    code, _ = run.wait(60)
+    assert code == 130
+    assert not run.survivors()
+    saved = complete_steps(run.root / "checkpoints")
+    assert saved, "checkpoint 2 was due before step 3"
+
+    again = LocalRun(tmp_path, tiny_model, "stopped", f"max_steps={saved[-1] + 2}", "resume=latest", *arguments)
+    code, text = again.wait()
+    assert code == 0, text
+    assert f"resumes {run.root}/checkpoints/step_{saved[-1]}" in text.replace("\n", "")
+    assert again.summary["steps"] == saved[-1] + 2
+    rows = [r["step"] for r in again.metrics if "loss" in r]
+    assert rows[-2:] == [saved[-1] + 1, saved[-1] + 2]
+    cut = [r.step for r in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut) and r.sample_ids]
+    assert cut == list(range(1, saved[-1] + 3)), "no batch is cut twice, none is missing"
+    version = PolicyVersion.parse(again.record("inference-0").get("version", "0.0"))
+    assert version.step == 0, "engines start from the base model and take the restored weights from the trainer"
+
+
+def test_the_process_that_failed_first_is_named_and_the_rest_is_stopped(tmp_path: Path, tiny_model: Path) -> None:
+    faulty = "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.002, faults: {exit: 1}}"
+    run = LocalRun(tmp_path, tiny_model, "faulty", "max_steps=3", faulty)
+    code, text = run.wait()
+    assert code == 1
+    assert "inference-0 failed first (exit code" in text
+    assert not run.survivors()
+
+
+def test_an_environment_that_does_not_load_ends_the_run_with_its_reason(tmp_path: Path, tiny_model: Path) -> None:
+    run = LocalRun(tmp_path, tiny_model, "broken", "max_steps=3", "env.train=[{id: prime_hpc.envs.reverse_text, "
+                   "args: {min_len: 9, max_len: 3}, sampling: {max_tokens: 14}}]")  # fmt: skip
+    code, text = run.wait()
+    assert code == 1
+    assert "env-reverse_text-0 failed first" in text
+    assert "min_len is 9, more than max_len, which is 3" in text
+    assert not run.survivors()
+
+
+def test_processes_leave_by_themselves_when_their_supervisor_is_killed(tmp_path: Path, tiny_model: Path) -> None:
+    run = LocalRun(tmp_path, tiny_model, "fenced", "max_steps=500", SKILL, "cluster.lease_s=3")
+    run.wait_for_step(1)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    deadline = time.monotonic() + 30
+    while run.survivors() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not run.survivors()
+    assert "the supervisor gave no sign for 3 s" in run.log("trainer-0")
