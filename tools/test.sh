@@ -9,4 +9,4 @@ bash tools/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 mypy
-exec python -m pytest -q -n 2 -m "not slow and not gpu and not slurm" "$@"
+exec python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not slurm" "$@"

@@ -31,7 +31,8 @@ class Ledger:
         self._reported = start_step
         self._changed = asyncio.Condition()
         self._progress: dict[str, float | int] = {}
-        self._ticks = self._idle_ticks = 0
+        self._update: Metrics = {}
+        self._ticks = self._idle_ticks = self._reports = 0
         self._trainer_idle_s = self._trainer_s = 0.0
         self._last_report = self._begin
         self._last_tokens = self._tokens = 0
@@ -47,8 +48,9 @@ class Ledger:
             await asyncio.to_thread(self._recorder.flush, batch.step)
 
     def updated(self, version: PolicyVersion, times: UpdateTimes) -> None:
-        """The engines serve `version`."""
-        self._rows[version.step].update({"update/load_s": times.load_s, "update/pause_s": times.pause_s})
+        """The engines serve `version`; its costs go into the next row, as step `version` may be reported already."""
+        self._update = {"update/version": float(version.step), "update/load_s": times.load_s,
+                        "update/pause_s": times.pause_s}  # fmt: skip
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         self._monitor.log(step, metrics)
@@ -84,14 +86,16 @@ class Ledger:
 
     async def _report(self, report: StepReport) -> None:
         now = time.monotonic()
-        row = self._rows.pop(report.step, {})
-        row.update(report.metrics)
+        row = {**self._rows.pop(report.step, {}), **report.metrics, **self._update}
+        self._update = {}
         row["time/since_last_step"] = now - self._last_report
         row["perf/rollout_tokens_per_s"] = (self._tokens - self._last_tokens) / (now - self._last_report)
         row.update(self._idle())
         self._last_report, self._last_tokens = now, self._tokens
-        self._trainer_idle_s += report.metrics.get("time/wait_for_batch", 0.0)
-        self._trainer_s += row["time/since_last_step"]
+        if self._reports:  # the first step waited for engines and environments to start
+            self._trainer_idle_s += report.metrics.get("time/wait_for_batch", 0.0)
+            self._trainer_s += row["time/since_last_step"]
+        self._reports += 1
         self._monitor.log(report.step, row)
         self._reported = report.step
         self._progress.update(step=report.step, of=self._role.config.max_steps,

@@ -11,7 +11,14 @@ from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer
 from prime_hpc.trainer.probe import split_last_reply
-from prime_hpc.trainer.sft_data import batch_rows, load_tokenizer, make_render, read_messages, render_template, to_sample
+from prime_hpc.trainer.sft_data import (
+    batch_rows,
+    load_tokenizer,
+    make_render,
+    read_messages,
+    render_template,
+    to_sample,
+)
 
 TWO_TURNS = [
     {"role": "user", "content": "ab"},
