@@ -9,9 +9,10 @@ import numpy as np
 import verifiers.v1 as vf
 
 from prime_hpc.envs.failures import failure_of_episode, last_call_error
-from prime_hpc.envs.stamps import Stamp, token_versions
+from prime_hpc.envs.stamps import token_versions
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample
+from prime_hpc.transport.stamps import Stamp
 
 
 def policy_traces(episode: vf.Episode, model: str) -> list[vf.Trace]:

@@ -1,6 +1,5 @@
 """Version stamps: which policy version sampled which token of an episode, as its engine recorded it."""
 
-import zlib
 from collections import defaultdict, deque
 
 import aiohttp
@@ -9,25 +8,9 @@ import numpy as np
 
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion
+from prime_hpc.transport.stamps import Stamp, StampReply, checksum
 
 FETCH_TIMEOUT_S = 30.0
-
-
-class Stamp(msgspec.Struct, kw_only=True):
-    """The versions of one finished request.
-
-    `crc` is the CRC-32 of its completion ids as little-endian int32. A span is a version, its first token and the one
-    past its last.
-    """
-
-    request_id: str
-    tokens: int
-    crc: int
-    spans: list[tuple[str, int, int]]
-
-
-class _Reply(msgspec.Struct):
-    requests: list[Stamp]
 
 
 class StampClient:
@@ -57,7 +40,7 @@ class StampClient:
         try:
             async with self._http.get(url) as reply:
                 reply.raise_for_status()
-                return msgspec.json.decode(await reply.read(), type=_Reply).requests
+                return msgspec.json.decode(await reply.read(), type=StampReply).requests
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             raise InferenceFailure(f"no version stamps from {url}: {type(error).__name__}: {error}") from error
 
@@ -73,7 +56,7 @@ def token_versions(completions: list[np.ndarray], stamps: list[Stamp]) -> list[n
     streams = []
     for ids in completions:
         stream = np.full(len(ids), NOT_SAMPLED, dtype=np.int64)
-        if matching := unused[len(ids), zlib.crc32(ids.astype("<i4").tobytes())]:
+        if matching := unused[len(ids), checksum(ids)]:
             for version, begin, end in matching.popleft().spans:
                 stream[begin:end] = PolicyVersion.parse(version).pack()
         streams.append(stream)

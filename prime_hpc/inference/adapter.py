@@ -22,7 +22,7 @@ from vllm.version import __version__
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import Piece
 from prime_hpc.inference.protocol import GenerateRequest
-from prime_hpc.inference.stamps import Span
+from prime_hpc.transport.stamps import Span
 
 if find_spec("vllm.entrypoints.launchers"):
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state

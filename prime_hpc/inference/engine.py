@@ -21,8 +21,9 @@ from prime_hpc.inference.protocol import (
     PauseRequest,
     WorkerAck,
 )
-from prime_hpc.inference.stamps import Span, SpanTracker, Stamp, StampLog, checksum
+from prime_hpc.inference.stamps import SpanTracker, StampLog
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.stamps import Span, Stamp, checksum
 
 UNFINISHED = (None, "abort", "error")
 """Ends of a request that say nothing about the policy."""

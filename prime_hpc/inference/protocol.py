@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from prime_hpc.errors import CorruptData
-from prime_hpc.inference.stamps import Span, Stamp
+from prime_hpc.transport.stamps import Span, Stamp
 
 GENERATE = "/inference/v1/generate"
 STAMPS = "/prime_hpc/stamps/{session}"

@@ -1,22 +1,8 @@
 """Which policy version sampled which token, and how long that is remembered."""
 
-import zlib
 from collections import deque
 
-import msgspec
-import numpy as np
-
-Span = tuple[str, int, int]
-"""(version, first token, one past the last token)."""
-
-
-class Stamp(msgspec.Struct, kw_only=True):
-    """The versions of one finished request. `crc` is the CRC-32 of its completion ids as little-endian int32."""
-
-    request_id: str
-    tokens: int
-    crc: int
-    spans: list[Span]
+from prime_hpc.transport.stamps import Span, Stamp
 
 
 class SpanTracker:
@@ -61,8 +47,3 @@ class StampLog:
         stamps.popleft()
         if not stamps:
             del self._sessions[session]
-
-
-def checksum(token_ids: list[int]) -> int:
-    """CRC-32 of token ids as little-endian int32."""
-    return zlib.crc32(np.asarray(token_ids, dtype="<i4").tobytes())

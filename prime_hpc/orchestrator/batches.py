@@ -55,7 +55,10 @@ class BatchMaker:
         for sample in (s for group in groups for s in self._credit(group)):
             kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, self._lineages)
             dropped.update(reasons)
-            samples.append(kept)
+            if "unstamped" in reasons:  # what its other tokens saw is not known either
+                dropped["unstamped"] += int(kept.mask.numpy().sum())
+            else:
+                samples.append(kept)
         ages = [token_staleness(sample, step) for sample in samples]
         staleness = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
         if self._config.orchestrator.drop_zero_advantage:

@@ -17,8 +17,9 @@ from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import Piece
 from prime_hpc.inference.protocol import GenerateRequest
 from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check, read_shapes
-from prime_hpc.inference.stamps import Stamp, StampLog
+from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.stamps import Stamp
 from tests.fake_engine.policy import FakeOptions, Policy
 
 FaultKind = Literal["error", "hang", "slow", "exit", "drop_stamps"]

@@ -19,10 +19,11 @@ from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import PolicyEngine
 from prime_hpc.inference.protocol import LoadRequest
 from prime_hpc.inference.receive import required_shapes
-from prime_hpc.inference.stamps import SpanTracker, Stamp, StampLog, checksum
+from prime_hpc.inference.stamps import SpanTracker, StampLog
 from prime_hpc.models.tiny import SPECIAL_TOKENS, make_char_tokenizer
 from prime_hpc.plan.run_plan import Fork
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.stamps import Stamp, checksum
 from prime_hpc.transport.weights import seal
 from tests.fake_engine.engine import EXIT_CODE, FakeEngine
 from tests.fake_engine.policy import FakeOptions, Policy

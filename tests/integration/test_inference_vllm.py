@@ -22,9 +22,9 @@ from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigurationError
-from prime_hpc.inference.stamps import checksum
 from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.stamps import checksum
 from prime_hpc.transport.weights import seal
 from tests.fake_engine.process import EngineProcess
 

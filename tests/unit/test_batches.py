@@ -98,3 +98,11 @@ def test_staleness_is_judged_by_each_token() -> None:
     assert [s.mask.numpy().tolist() for s in batch.samples] == [[False, False, False, True]] * 2
     assert batch.dropped == {"stale": 2}
     assert np.array_equal(batch.staleness, [0, 0])
+
+
+def test_a_sample_with_an_incomplete_stamp_does_not_train_at_all() -> None:
+    made = group("a", [1.0, 0.0])
+    made.done[0].rollout.samples[0].versions = Array.of([-1, -1, -1, PolicyVersion(0, 0).pack()], "i8")
+    batch = make([made])
+    assert [s.sample_id for s in batch.samples] == ["a-1/0"]
+    assert batch.dropped == {"unstamped": 2}

@@ -8,8 +8,9 @@ import pytest
 import verifiers.v1 as vf
 
 from prime_hpc.envs.rollouts import make_rollout, make_samples
-from prime_hpc.envs.stamps import Stamp, token_versions
+from prime_hpc.envs.stamps import token_versions
 from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, RunRollout
+from prime_hpc.transport.stamps import Stamp
 
 V0, V1 = PolicyVersion(0, 0).pack(), PolicyVersion(1, 7).pack()
 REQUEST = RunRollout(rollout_id="r", task_index=3, base_url="", model="policy", version=PolicyVersion(0, 0),
