@@ -72,12 +72,13 @@ class RunStart:
     def write(self) -> None:
         """The files of a new attempt; what an earlier attempt left for its own processes only is cleared away."""
         paths = self.paths
-        for directory in (paths.logs(self.plan.attempt), paths.rendezvous / "acks", paths.weights, paths.checkpoints):
+        for directory in (paths.logs(self.plan.attempt), paths.rendezvous, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         for name in list_fresh(paths.rendezvous):
             if name.endswith(".json") or name == COMPLETE_MARK:
                 (paths.rendezvous / name).unlink()
-        for directory in (paths.rendezvous / "acks", paths.batches):
+        # weights too: the trainer publishes its first version anew, and nobody may read an old one of that name meanwhile
+        for directory in (paths.rendezvous / "acks", paths.batches, paths.weights):
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
         self.write_dry()

@@ -11,6 +11,7 @@ from prime_hpc.observe.records import read_records, record_path
 from prime_hpc.orchestrator.journal import BatchCut, read
 from prime_hpc.transport.checkpoints import complete_steps
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.weights import published_versions
 from tests.integration.runs import LocalRun
 
 SKILL = "inference.engine_args={skill0: 0.3, skill_per_version: 0.2, token_s: 0.002}"
@@ -92,8 +93,8 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     assert rows[-2:] == [saved[-1] + 1, saved[-1] + 2]
     cut = [r.step for r in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut) and r.sample_ids]
     assert cut == list(range(1, saved[-1] + 3)), "no batch is cut twice, none is missing"
-    version = PolicyVersion.parse(again.record("inference-0").get("version", "0.0"))
-    assert version.step == 0, "engines start from the base model and take the restored weights from the trainer"
+    newest = published_versions(run.root / "weights")[-1]
+    assert newest == PolicyVersion(1, saved[-1] + 2), "versions past the checkpoint were abandoned: a new lineage"
 
 
 def test_the_process_that_failed_first_is_named_and_the_rest_is_stopped(tmp_path: Path, tiny_model: Path) -> None:
