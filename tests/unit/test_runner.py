@@ -1,0 +1,77 @@
+"""One rollout's way: retries by kind of failure, and the error budget of its source."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import EnvironmentFailure
+from prime_hpc.orchestrator import runner as module
+from prime_hpc.orchestrator.fleet import Engine
+from prime_hpc.orchestrator.runner import Runner
+from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
+
+
+class Pool:
+    """Answers with the given kinds of failure in turn; None is a success."""
+
+    def __init__(self, kinds: list[str | None]):
+        self.kinds = kinds
+        self.requests: list[RunRollout] = []
+
+    async def run(self, source: str, request: RunRollout) -> RolloutDone:
+        kind = self.kinds[len(self.requests)] if len(self.requests) < len(self.kinds) else self.kinds[-1]
+        self.requests.append(request)
+        failure = kind and Failure(kind=kind, type="Planted", message="as told")
+        rollout = Rollout(rollout_id=request.rollout_id, source=source, task_id="t", reward=None if kind else 1.0,
+                          failure=failure or None)  # fmt: skip
+        return RolloutDone(worker="w", rollout=rollout)
+
+
+def make(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, list[Engine]]:
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0)
+    config = RunConfig()
+    config.env.train = [SourceConfig(id="words")]
+    engines = [Engine("inference-0", "http://a", load=1), Engine("inference-1", "http://b")]
+    fleet = SimpleNamespace(pick=lambda: min(engines, key=lambda e: e.load))
+    return Runner(SimpleNamespace(config=config, log=logging.getLogger("test")), pool, fleet), engines
+
+
+def run(runner: Runner, rollout_id: str = "g-0") -> RolloutDone:
+    return asyncio.run(runner.run(rollout_id, "words", 5, PolicyVersion(0, 3)))
+
+
+def test_what_is_nobody_s_fault_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(["inference", "infrastructure", None])
+    runner, engines = make(pool, monkeypatch)
+    done = run(runner)
+    assert done.rollout.reward == 1.0 and done.rollout.rollout_id == "g-0"
+    assert [r.rollout_id for r in pool.requests] == ["g-0-0", "g-0-1", "g-0-2"]
+    assert {r.base_url for r in pool.requests} == {"http://b"}, "the engine with less load"
+    assert pool.requests[0].task_index == 5 and pool.requests[0].version == PolicyVersion(0, 3)
+    assert [e.load for e in engines] == [1, 0] and runner.retries == 2
+
+
+def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(["inference"])
+    done = run(make(pool, monkeypatch)[0])
+    assert done.rollout.failure.kind == "inference" and done.rollout.reward is None
+    assert len(pool.requests) == 3
+
+
+def test_an_environment_s_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(["environment"])
+    assert run(make(pool, monkeypatch)[0]).rollout.failure.kind == "environment"
+    assert len(pool.requests) == 1
+
+
+def test_a_source_past_its_error_budget_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = make(Pool([None] * 9 + ["environment"]), monkeypatch)
+    for i in range(18):
+        run(runner, f"g-{i}")
+    with pytest.raises(EnvironmentFailure, match="55% of the last 20 episodes of words failed.*budget = 50%.*as told"):
+        for i in range(2):
+            run(runner, f"h-{i}")
