@@ -77,7 +77,7 @@ class RunStart:
         for name in list_fresh(paths.rendezvous):
             if name.endswith(".json") or name == COMPLETE_MARK:
                 (paths.rendezvous / name).unlink()
-        # weights too: the trainer publishes its first version anew, and nobody may read an old one of that name meanwhile
+        # weights too: the first version is published anew, and nobody may read an old one of that name meanwhile
         for directory in (paths.rendezvous / "acks", paths.batches, paths.weights):
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
