@@ -26,7 +26,6 @@ class Scheduler:
         self._max_inflight = settings.max_inflight or settings.batch_size
         self._runner, self._mixture, self._versions, self._journal = runner, mixture, versions, journal
         self._tasks: dict[str, asyncio.Task] = {}
-        self._log = role.log
 
     @property
     def inflight(self) -> int:
