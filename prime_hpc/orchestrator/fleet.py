@@ -42,7 +42,7 @@ class Fleet:
     @classmethod
     async def connect(cls, role: Role) -> "Fleet":
         """Wait until every engine of the plan has published its address."""
-        names = [p.name for p in role.plan.of("inference")]
+        names = [p.name for p in role.plan.engines()]
         wait = role.rendezvous.wait
         timeout_s = role.config.inference.start_timeout_s
         urls = await asyncio.gather(*(asyncio.to_thread(wait, name, "base_url", timeout_s) for name in names))
