@@ -9,7 +9,7 @@ COMPONENTS = ("orchestrator", "inference", "trainer", "evaluator")
 """Groups of nodes, in the order in which a heterogeneous job has them: the batch script runs in the first, which must
 have no GPU, since Slurm hands the GPU variables of the first group on to the steps of all others."""
 
-Section = TypeVar("Section")
+Section = TypeVar("Section", "ComponentConfig", "ContainerConfig")
 
 
 @dataclass(kw_only=True)
@@ -118,6 +118,5 @@ def component(cluster: ClusterConfig, name: str) -> ComponentConfig:
 
 def _inherit(own: Section, base: object) -> Section:
     """`own` with every key that is None taken from `base`, where `base` has it."""
-    missing = {f.name: getattr(base, f.name) for f in fields(own)  # type: ignore[arg-type]
-               if getattr(own, f.name) is None and hasattr(base, f.name)}  # fmt: skip
-    return replace(own, **missing)  # type: ignore[type-var]
+    missing = [f.name for f in fields(own) if getattr(own, f.name) is None and hasattr(base, f.name)]
+    return replace(own, **{name: getattr(base, name) for name in missing})

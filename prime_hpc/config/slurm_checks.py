@@ -34,8 +34,10 @@ def find_slurm_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
     yield from _gpus(config, names)
     if not any(component(config.cluster, n).gpus_per_node is None for n in names if n != "orchestrator"):
         yield from _nodes(config, names)
-    if config.launcher.target_name != "slurm_single":
-        yield from _groups(config, names)
+    linked = config.launcher.target_name == "slurm_linked"
+    together = [name for name in names if not (linked and name == "inference")]
+    if config.launcher.target_name != "slurm_single" and len(together) > 1:
+        yield from _groups(config, together)
 
 
 def parse_time(text: str) -> int | None:
@@ -158,19 +160,37 @@ def _trainer_nodes(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _groups(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]:
-    """Groups of one heterogeneous job never share a node, and take over what only the first one sets."""
-    first, *others = names
-    nodelists: dict[object, str] = {}
+    """What the groups of one heterogeneous job must agree on."""
+    yield from _spares(config, names)
+    yield from _nodelists(config, names)
+    for key in HANDED_ON:
+        yield from _handed_on(config, names, key)
+
+
+def _spares(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]:
+    """A heterogeneous job outlives a failed node only if its first group could lose one too."""
+    spare = {name: getattr(config.cluster.components, name).spare_nodes for name in names}
+    if any(spare.values()) and not spare[names[0]]:
+        yield ConfigProblem(f"cluster.components.{names[0]}.spare_nodes", 0,
+                            "at least 1: without, Slurm ends the job when any node fails")  # fmt: skip
+
+
+def _nodelists(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]:
+    """Groups that need the same node wait for ever."""
+    taken: dict[object, str] = {}
     for name in names:
         wanted = component(config.cluster, name).directives.get("nodelist")
-        if wanted is not None and wanted in nodelists:
+        if wanted is not None and wanted in taken:
             yield ConfigProblem(f"cluster.components.{name}.directives.nodelist", wanted,
-                                f"other nodes than {nodelists[wanted]}: groups of a job share none")  # fmt: skip
-        nodelists.setdefault(wanted, name)
-    for key in HANDED_ON:
-        if getattr(component(config.cluster, first), key) is None:
-            continue
-        for name in others:
-            if getattr(component(config.cluster, name), key) is None:
-                yield ConfigProblem(f"cluster.components.{name}.{key}", None,
-                                    f"a value, since Slurm would hand on that of {first}")  # fmt: skip
+                                f"other nodes than {taken[wanted]}: groups of a job share none")  # fmt: skip
+        taken.setdefault(wanted, name)
+
+
+def _handed_on(config: RunConfig, names: list[str], key: str) -> Iterator[ConfigProblem]:
+    first, *others = names
+    if getattr(component(config.cluster, first), key) is None:
+        return
+    for name in others:
+        if getattr(component(config.cluster, name), key) is None:
+            yield ConfigProblem(f"cluster.components.{name}.{key}", None,
+                                f"a value, since Slurm would hand on that of {first}")  # fmt: skip

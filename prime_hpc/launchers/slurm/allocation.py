@@ -20,7 +20,6 @@ class Block:
     groups: list[NodeGroup]
     nodes: int
     gpus: int
-    spare: bool
     resources: ComponentConfig
 
 
@@ -30,6 +29,11 @@ class Job:
 
     name: str
     blocks: list[Block]
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether a failed node leaves the job running: somewhere there are spare nodes for its processes."""
+        return any(group.spare for block in self.blocks for group in block.groups)
 
     def has(self, group: NodeGroup) -> bool:
         """Whether the nodes of `group` are in this job."""
@@ -92,12 +96,11 @@ def check_allocation(plan: RunPlan, environment: Mapping[str, str]) -> None:
 
 def _block(group: NodeGroup, cluster: ClusterConfig) -> Block:
     resources = component(cluster, group.name)
-    return Block(group.name, [group], group.nodes + group.spare, group.gpus, group.spare > 0, resources)
+    return Block(group.name, [group], group.nodes + group.spare, group.gpus, resources)
 
 
 def _shared_block(plan: RunPlan, cluster: ClusterConfig) -> Block:
     """The nodes of all components as one block, described by the keys of the trainer, or of the only component."""
     names = [group.name for group in plan.groups]
     name = "trainer" if "trainer" in names else names[0]
-    gpus, spare = max(group.gpus for group in plan.groups), any(group.spare for group in plan.groups)
-    return Block(name, plan.groups, plan.nodes, gpus, spare, component(cluster, name))
+    return Block(name, plan.groups, plan.nodes, max(group.gpus for group in plan.groups), component(cluster, name))

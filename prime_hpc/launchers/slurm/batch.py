@@ -22,7 +22,7 @@ from prime_hpc.cluster.lease import LeaseKeeper
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import DeadlineExceeded
+from prime_hpc.errors import DeadlineExceeded, InfrastructureFailure
 from prime_hpc.launchers.slurm.allocation import MAIN, Job, jobs
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
 from prime_hpc.plan.run_plan import RunPlan, load
@@ -37,6 +37,9 @@ Steps = dict[str, subprocess.Popen]
 def run_job(plan: RunPlan, job: Job) -> int:
     """Run every unit of `job` in the allocation around this process. Returns an exit code."""
     config, paths = plan.typed_config(), RunPaths(Path(plan.run_dir))
+    _refuse_requeued(paths)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _interrupt)
     with _lease(plan, config, paths) if job.name == MAIN else _lease_of_another(plan, config, paths):
         steps: Steps = {}
         try:
@@ -74,6 +77,13 @@ def _lease_of_another(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iter
             raise DeadlineExceeded("this job", "the lease", "the main job", config.cluster.start_timeout_s)
         time.sleep(POLL_S)
     yield
+
+
+def _refuse_requeued(paths: RunPaths) -> None:
+    """A plan is for one attempt: what it left behind would mix with what it does again."""
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+        raise InfrastructureFailure(f"Slurm has started this job again; go on with {paths.root.name} as a new attempt: "
+                                    f"launch it with run.name={paths.root.name} resume=latest")  # fmt: skip
 
 
 def _watch(steps: Steps, paths: RunPaths) -> str | None:
@@ -120,9 +130,10 @@ def main() -> None:
     parser.add_argument("--job", default=MAIN)
     arguments = parser.parse_args()
     plan = load(arguments.plan)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _interrupt)
-    sys.exit(run_job(plan, next(job for job in jobs(plan) if job.name == arguments.job)))
+    try:
+        sys.exit(run_job(plan, next(job for job in jobs(plan) if job.name == arguments.job)))
+    except InfrastructureFailure as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,14 @@ def render_header(name: str, job: Job, cluster: ClusterConfig, output: str) -> l
     """The #SBATCH lines of a job, block by block.
 
     Every block has a job name of its own: with a common one `--dependency=singleton` makes them wait for each other.
+    `--no-kill` counts for a heterogeneous job only if its first block has it too, and a second node.
     """
     lines: list[str] = []
     prefix = name if job.name == MAIN else f"{name}.{job.name}"
     for i, block in enumerate(job.blocks):
         options = [f"--job-name={prefix if i == 0 else f'{name}.{block.name}'}", *_resources(block)]
+        if job.outlives_nodes:
+            options.append("--no-kill")
         if i == 0:
             options += _job_options(cluster, output)
         lines += [*([SEPARATOR] if i else []), *(f"#SBATCH {option}" for option in options), *_directives(block)]
@@ -69,8 +72,6 @@ def _resources(block: Block) -> Iterator[str]:
     if resources.memory is not None:
         yield f"--mem={resources.memory}"
     yield from gpu_option(block.gpus, resources.gres)
-    if block.spare:
-        yield "--no-kill"
 
 
 def _job_options(cluster: ClusterConfig, output: str) -> Iterator[str]:

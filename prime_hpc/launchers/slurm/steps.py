@@ -26,9 +26,10 @@ LEAKS = frozenset(
 def step_command(plan: RunPlan, unit: Unit, hosts: Sequence[str] = ()) -> list[str]:
     """The srun command line that runs every process of `unit` as one step of the job it belongs to.
 
-    The step lies on the nodes of the plan, counted within its het group or allocation, or on `hosts`. Steps share cores
-    and GPUs where they meet on a node (`--overlap`); each task narrows the GPUs it sees to those of its process.
-    Graceful stop: signal the step's tasks with scancel; SIGTERM to srun itself kills them.
+    The step lies on the nodes of the plan, counted within its het group or allocation, or on `hosts`, which must be
+    named once the job has lost a node, since Slurm counts anew then. Steps share cores and GPUs where they meet on a
+    node (`--overlap`); each task narrows the GPUs it sees to those of its process. To stop a step gently, signal its
+    tasks with scancel; SIGTERM to srun itself kills them.
     """
     config, job = plan.typed_config(), job_of(plan, unit)
     number = job.block_number(unit.group)
@@ -38,7 +39,7 @@ def step_command(plan: RunPlan, unit: Unit, hosts: Sequence[str] = ()) -> list[s
     inside = mounts(plan.run_dir, config.model.path, container)
     group = [f"--het-group={number}"] if len(job.blocks) > 1 else []
     return ["srun", *group, *_nodes(block, unit, hosts), *_tasks(block, unit), *_gpus(block, unit),
-            "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--input=none", "--unbuffered", "--label",
+            "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--input=none", "--label",
             f"--job-name={unit.name}", f"--export=ALL,SUBMITIT_EXECUTOR=slurm,{UNIT_VARIABLE}={unit.name}",
             *srun_options(container, inside), *wrap(container, inside, worker, gpus=_uses_gpus(unit))]  # fmt: skip
 
