@@ -1,4 +1,4 @@
-"""Runs on a real Slurm: it takes the scripts, every process runs where the plan says, and the job tells how it ended."""
+"""Runs on a real Slurm: it takes the scripts, processes run where the plan says, and the job tells how it ended."""
 
 import os
 import sys
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slurm
 
 GIVEN = ("cluster.gpus_per_node=2", "cluster.gres=gpu:virtual", "cluster.cpus=2", "cluster.memory=500M",
          "cluster.time='00:10:00'", "cluster.signal_s=60", "trainer.ranks=4", "inference.replicas=2",
-         "inference.gpus_per_replica=1", "env.workers=1", "env.train=[{id: words}]", "launcher.stop_grace_s=5")  # fmt: skip
+         "inference.gpus_per_replica=1", "env.workers=1", "env.train=[{id: words}]",
+         "launcher.stop_grace_s=5")  # fmt: skip
 REPORT = "import os, socket; print(socket.gethostname(), os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))"
 WAIT_S = 120
 
