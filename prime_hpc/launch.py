@@ -2,7 +2,8 @@
 
     python -m prime_hpc.launch +experiment=reverse_text_cpu
     python -m prime_hpc.launch -m +experiment=reverse_text_cpu seed=1,2,3
-    python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run
+    python -m prime_hpc.launch +experiment=reverse_text launcher=slurm_hetjob cluster=my_site
+    python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run launcher.target=slurm_hetjob
     python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
 """
 

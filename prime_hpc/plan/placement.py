@@ -66,7 +66,7 @@ def place_gpus(config: RunConfig, gpus: int) -> tuple[list[list[int]], list[list
         shared = engines + ranks > gpus
     first_rank = 0 if shared else engines
     if max(engines, first_rank + ranks) > gpus:
-        raise ConfigurationError([ConfigProblem("trainer.ranks", config.trainer.ranks,
+        raise ConfigurationError([ConfigProblem("trainer.ranks", processes,
             f"at most {gpus} GPUs for {engines} of inference and {ranks} of the trainer"
             f"{' on the same GPUs' if shared else ''}")])  # fmt: skip
     inference = [list(range(i * per_replica, (i + 1) * per_replica)) for i in range(replicas)]

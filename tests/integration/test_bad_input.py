@@ -51,9 +51,10 @@ CASES = {
     "choices": (
         ["+experiment=reverse_txt", "launcher=locall", "loss=defalt", "model=qwen"],
         [
-            "experiment = 'reverse_txt': expected one of reverse_text, reverse_text_cpu, reverse_text_sft, "
+            "experiment = 'reverse_txt': expected one of glm5_swe, reverse_text, reverse_text_cpu, reverse_text_sft, "
             "reverse_text_sft_cpu; did you mean 'reverse_text'?",
-            "launcher = 'locall': expected one of dry_run, local; did you mean 'local'?",
+            "launcher = 'locall': expected one of dry_run, local, slurm_hetjob, slurm_linked, slurm_single; "
+            "did you mean 'local'?",
             "loss = 'defalt': expected one of custom, default, ipo; did you mean 'default'?",
             "model = 'qwen': expected model.KEY=VALUE, since this group has no files",
         ],

@@ -67,8 +67,8 @@ def reports(job: RunJob, plan: RunPlan) -> dict[str, tuple[str, str]]:
     """Node and GPUs of each process, as itself has seen them."""
     found = {}
     for process in plan.processes:
-        host, gpus = (job.process(process.name).stdout() or "").split(maxsplit=1)
-        found[process.name] = (host, gpus.strip())
+        host, _, gpus = (job.process(process.name).stdout() or "").strip("\n").partition(" ")
+        found[process.name] = (host, gpus)
     return found
 
 
