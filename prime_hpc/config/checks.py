@@ -46,9 +46,6 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
-    if optimizer.warmup_steps + optimizer.decay_steps > config.max_steps:
-        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps,
-                            f"warm-up and decay of at most max_steps = {config.max_steps} steps together")  # fmt: skip
     if optimizer.schedule == "linear" and not optimizer.warmup_steps + optimizer.decay_steps:
         yield ConfigProblem("optimizer.decay_steps", 0, "warm-up or decay steps for the linear schedule")
     if optimizer.min_lr > optimizer.lr:

@@ -19,6 +19,7 @@ BASE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the processes beside them
 }
 
 
