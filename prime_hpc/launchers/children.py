@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from prime_hpc.cluster.gpus import visible_devices
+from prime_hpc.cluster.role import RESTART_VARIABLE
 from prime_hpc.plan.run_plan import ProcessPlan
 
 TRACKER_GRACE_S = 2.0
@@ -22,6 +23,7 @@ class Child:
 
     plan: ProcessPlan
     process: subprocess.Popen
+    log: Path
 
     @property
     def name(self) -> str:
@@ -33,22 +35,25 @@ class Child:
 
     def last_lines(self, count: int = 20) -> str:
         """The end of its log."""
-        return "\n".join(Path(self.plan.log).read_text(errors="replace").splitlines()[-count:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
     def group(self) -> list[psutil.Process]:
         """Every live process of its session, itself included, even those whose parent is gone."""
         return [p for p in psutil.process_iter() if _session(p) == self.process.pid and p.is_running() and not _dead(p)]
 
 
-def spawn(plan: ProcessPlan, gpus_on_node: int) -> Child:
-    """Start a process of the plan, its output going to its log."""
-    env = {**os.environ, **plan.env, "PYTHONPATH": _import_path()}
+def spawn(plan: ProcessPlan, gpus_on_node: int, restart: int = 0) -> Child:
+    """Start a process of the plan, its output going to its log; every further start has a log of its own."""
+    env = {**os.environ, **plan.env, "PYTHONPATH": _import_path(), RESTART_VARIABLE: str(restart)}
     if gpus_on_node:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(plan.gpus)
-    with open(plan.log, "ab") as log:
+    path = Path(plan.log)
+    if restart:
+        path = path.with_suffix(f".restart_{restart}.log")
+    with path.open("ab") as log:
         process = subprocess.Popen(plan.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                    start_new_session=True)  # fmt: skip
-    return Child(plan, process)
+    return Child(plan, process, path)
 
 
 def stop(children: list[Child], grace_s: float) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from prime_hpc.algorithms.packing import pack
 from prime_hpc.algorithms.routing import route
 from prime_hpc.algorithms.staleness import Lineages, restrict, token_staleness
 from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import CorruptData
 from prime_hpc.models.spec import train_flops
 from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
 
@@ -50,10 +52,27 @@ class BatchMaker:
 
     def make(self, step: int, groups: list[Group]) -> Batch:
         """Assign advantages, drop what is too old for `step`, leave out what carries no gradient."""
+        return self._make(step, groups, self._lineages)
+
+    def make_again(self, recorded: RecordedBatch) -> Batch:
+        """The batch that was cut before, from the journal: the same samples under the lineages of that time.
+
+        Raises:
+            CorruptData: other samples come out than were cut.
+        """
+        size, cut = self._config.orchestrator.group_size, recorded.cut
+        groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
+        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage))
+        if [s.sample_id for s in batch.samples] != cut.sample_ids:
+            raise CorruptData(f"batch {cut.step} cannot be made again from the journal: its samples differ; "
+                              f"resume={cut.step - 1} starts from a checkpoint before it")  # fmt: skip
+        return replace(batch, journal_offset=recorded.offset)
+
+    def _make(self, step: int, groups: list[Group], lineages: Lineages) -> Batch:
         dropped: Counter = Counter()
         samples = []
         for sample in (s for group in groups for s in self._credit(group)):
-            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, self._lineages)
+            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, lineages)
             dropped.update(reasons)
             if "unstamped" in reasons:  # what its other tokens saw is not known either
                 dropped["unstamped"] += int(kept.mask.numpy().sum())
@@ -83,6 +102,12 @@ class BatchShelf:
         self._packed: dict[tuple[int, int], asyncio.Task[list[list[MicroBatch]]]] = {}
         self._changed = asyncio.Condition()
 
+    async def close(self, last: int) -> None:
+        """No batch comes after `last`; whoever asks for one is told so."""
+        self._last = last
+        async with self._changed:
+            self._changed.notify_all()
+
     async def put(self, batch: Batch) -> None:
         self._batches[batch.step] = batch
         async with self._changed:
@@ -91,11 +116,10 @@ class BatchShelf:
     async def answer(self, request: BatchRequest) -> RankBatch:
         """The asked batch as the rank sees it, once it exists; an empty one past the last step."""
         self._forget(request.checkpointed)
-        if request.step > self._last:
-            return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0,
-                             last=True)  # fmt: skip
         async with self._changed:
-            await self._changed.wait_for(lambda: request.step in self._batches)
+            await self._changed.wait_for(lambda: request.step in self._batches or request.step > self._last)
+        if request.step > self._last:
+            return _nothing_left(request)
         batch = self._batches[request.step]
         ranks = await self._pack(batch, request.world)
         return RankBatch(
@@ -118,6 +142,10 @@ class BatchShelf:
     def _forget(self, checkpointed: int) -> None:
         self._batches = {step: b for step, b in self._batches.items() if step > checkpointed}
         self._packed = {key: task for key, task in self._packed.items() if key[0] > checkpointed}
+
+
+def _nothing_left(request: BatchRequest) -> RankBatch:
+    return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
 
 
 def _without_zero_advantage(sample: Sample, dropped: Counter) -> Sample:

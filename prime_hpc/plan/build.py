@@ -25,11 +25,13 @@ BASE_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What distinguishes this start of a run: its number, where it resumes, and the forks of its history."""
+    """What distinguishes this start of a run: its number, where it resumes, the forks of its history, and whether the
+    orchestrator's journal goes back to the checkpoint too."""
 
     number: int = 1
     checkpoint: Path | None = None
     forks: list[Fork] = field(default_factory=list)
+    rewind: bool = False
 
 
 def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) -> RunPlan:
@@ -55,6 +57,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         forks=attempt.forks,
         checkpoint=str(attempt.checkpoint) if attempt.checkpoint else None,
         processes=processes,
+        rewind=attempt.rewind,
         config=to_dict(config),
     )
 

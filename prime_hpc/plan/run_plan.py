@@ -1,5 +1,6 @@
 """The plan of an attempt: which process runs where, with which GPUs, files and environment."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ class Fork(msgspec.Struct, kw_only=True):
     step: int
 
 
+def read_forks(path: Path) -> list[Fork]:
+    """The history of lineages in `forks.json`; none where there is no such file."""
+    return msgspec.json.decode(path.read_bytes(), type=list[Fork]) if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Processes that live and die together: an engine, an environment worker, the orchestrator, all trainer ranks."""
+
+    name: str
+    component: str
+    processes: list[ProcessPlan]
+
+
 class RunPlan(msgspec.Struct, kw_only=True):
     """Everything a launcher and the roles need. `config` is the resolved configuration as a dictionary."""
 
@@ -47,6 +62,8 @@ class RunPlan(msgspec.Struct, kw_only=True):
     checkpoint: str | None
     processes: list[ProcessPlan]
     config: dict[str, Any]
+    rewind: bool = False
+    """The orchestrator's journal is cut back to the checkpoint, rather than gone on with."""
 
     def process(self, name: str) -> ProcessPlan:
         return next(p for p in self.processes if p.name == name)
@@ -54,6 +71,14 @@ class RunPlan(msgspec.Struct, kw_only=True):
     def of(self, component: str) -> list[ProcessPlan]:
         """Processes of a component, in order of index."""
         return [p for p in self.processes if p.component == component]
+
+    def units(self) -> list[Unit]:
+        """The restart units, in order of the plan."""
+        units: dict[str, Unit] = {}
+        for process in self.processes:
+            name = "trainer" if process.component == "trainer" else process.name
+            units.setdefault(name, Unit(name, process.component, [])).processes.append(process)
+        return list(units.values())
 
     def typed_config(self) -> RunConfig:
         return parse(self.config)

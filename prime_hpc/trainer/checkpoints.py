@@ -105,6 +105,7 @@ class Checkpointer:
         return self._role.paths.checkpoint(step)
 
     def _begin(self, step: int, journal_offset: int) -> None:
+        self._role.reach("save.before")
         partial = checkpoints.partial_path(self._directory, step)
         if self._world.first:
             checkpoints.remove_partials(self._directory)
@@ -140,9 +141,11 @@ class Checkpointer:
             self._publish(save, {name: entry for o in outcomes for name, entry in o.files.items()})
         dist.barrier()
         self.newest = save.step
+        self._role.reach("save.after")
 
     def _publish(self, save: _Save, files: dict[str, FileEntry]) -> None:
         self._role.lease.check()
+        self._role.reach("save.during")
         manifest = CheckpointManifest(step=save.step, lineage=self._lineage, world=self._world.size,
                                       journal_offset=save.journal_offset, files=files,
                                       config=self._role.plan.config)  # fmt: skip
