@@ -1,7 +1,8 @@
 """The configuration files of a sandbox, as text. Only what one machine without systemd, cgroups or GPUs forces, and
 what makes tests quick, differs from a plain cluster."""
 
-import getpass
+import os
+import pwd
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,9 @@ ReturnToService=2
 KillWait=2
 MinJobAge=300
 SlurmctldTimeout=10
-SlurmdTimeout=10
+SlurmdTimeout=5
+# A lost node is down after two pings, each of which retries for this long.
+MessageTimeout=5
 UnkillableStepTimeout=10
 {accounting}
 NodeName=DEFAULT State=UNKNOWN Sockets=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory={memory}
@@ -116,7 +119,7 @@ def slurmdbd_conf(layout: Layout) -> str:
 
 
 def gres_conf(layout: Layout) -> str:
-    """GPUs need device files; plain files do, as nobody opens them."""
+    """GPUs need device files, or tasks are not told theirs; nobody opens them."""
     if not layout.gpu_names:
         return ""
     files = f"{layout.directory}/dev/gpu[0-{layout.gpus - 1}]"
@@ -139,7 +142,7 @@ def host_name() -> str:
 
 
 def _common(layout: Layout) -> dict[str, str]:
-    return {"host": host_name(), "user": getpass.getuser(), "directory": str(layout.directory),
+    return {"host": host_name(), "user": pwd.getpwuid(os.geteuid()).pw_name, "directory": str(layout.directory),
             "munge_socket": str(layout.munge_socket)}  # fmt: skip
 
 
@@ -152,7 +155,8 @@ def _accounting(layout: Layout) -> str:
 def _node_line(layout: Layout, index: int) -> str:
     name = layout.names[index]
     host = host_name() if layout.isolation == "none" else name
-    gres = f" Gres=gpu:{GPU_TYPE}:{layout.gpus}" if name in layout.gpu_names else ""
+    # The weight keeps jobs without GPUs off these nodes while others are free.
+    gres = f" Gres=gpu:{GPU_TYPE}:{layout.gpus} Weight=2" if name in layout.gpu_names else ""
     address, port = layout.node_address(index), layout.node_port(index)
     return f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port}{gres}"
 

@@ -1,9 +1,6 @@
 """A real Slurm on one machine, with virtual nodes, for tests."""
 
-import os
 import re
-import secrets
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +10,13 @@ from typing import Self
 import psutil
 
 from prime_hpc.errors import InfrastructureFailure
-from tools.slurm_sandbox import accounting, configuration, daemons
-from tools.slurm_sandbox.layout import Isolation, Layout, check_socket_paths, free_ports, load
-from tools.slurm_sandbox.packages import how_to_install, missing_programs
+from tools.slurm_sandbox import accounting, configuration, daemons, startup
+from tools.slurm_sandbox.layout import Layout, free_ports, load
 from tools.slurm_sandbox.waiting import wait_for
 
 CANCEL_S = 15.0
 COMMAND_S = 120.0
-KEY_BYTES = 128
 READY = ("idle", "mixed", "allocated", "completing")
-FOLDERS = ("run", "log", "munge", "state", "spool", "dev", "database")
-OWN_NAME = 'mount --bind "$1" /etc/hosts && hostname "$2" && exec slurmd -D -N "$2"'
-UNSHARE: dict[Isolation, list[str]] = {
-    "root": ["unshare", "--uts", "--mount"],
-    "user": ["unshare", "--user", "--map-current-user", "--keep-caps", "--uts", "--mount"],
-}
 
 
 class SlurmSandbox:
@@ -39,7 +28,7 @@ class SlurmSandbox:
 
     def __init__(self, directory: Path, nodes: int = 5, cpus: int = 4, gpus: int = 2, accounting: bool = False):
         base_port = free_ports(nodes + 2)
-        self.layout = Layout(directory.resolve(), nodes, cpus, gpus, accounting, best_isolation(), base_port)
+        self.layout = Layout(directory.resolve(), nodes, cpus, gpus, accounting, startup.best_isolation(), base_port)
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
@@ -64,10 +53,7 @@ class SlurmSandbox:
             InfrastructureFailure: something is not installed, the directory is unfit, or a daemon ended at once.
             DeadlineExceeded: a daemon or a node did not get ready.
         """
-        if missing := missing_programs():
-            raise InfrastructureFailure(f"{', '.join(missing)} not found; run {how_to_install()}")
-        check_socket_paths(self.layout)
-        prepare(self.layout)
+        startup.prepare(self.layout)
         try:
             self._start_daemons()
         except BaseException:
@@ -76,14 +62,11 @@ class SlurmSandbox:
 
     def down(self) -> None:
         """Cancel the jobs, stop the daemons, end what is left of the jobs. The logs stay."""
-        if daemons.find(self.layout, "slurmctld"):
-            self._cancel_jobs()
-        # The controller goes first: without it the nodes' end is no event to wait for.
-        daemons.stop(self.layout, "slurmctld")
-        daemons.stop(self.layout, *map(slurmd_name, self.layout.names))
-        daemons.kill(daemons.job_processes(self.layout))
-        for name in ("slurmdbd", "mariadbd", "munged"):
-            daemons.stop(self.layout, name)
+        try:
+            if daemons.find(self.layout, "slurmctld"):
+                self.cancel_jobs()
+        finally:
+            self._stop_daemons()
 
     @property
     def env(self) -> dict[str, str]:
@@ -125,6 +108,17 @@ class SlurmSandbox:
         wanted = f"{' or '.join(states)} of job {job}"
         return wait_for(lambda: _all_in(self.states(job), states), wanted, "slurmctld", timeout_s)
 
+    def cancel_jobs(self) -> None:
+        """Cancel every job and wait until none is left."""
+        for node in self.layout.names:
+            if not self._alive(slurmd_name(node)):
+                # Jobs of a node that cannot answer would be completing until it is given up.
+                self.give_up(node)
+        listed = self.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
+        if leaders := {re.split(r"[+_]", job)[0] for job in listed}:
+            self.run(["scancel", *leaders], check=False)
+            wait_for(self._has_no_jobs, "the end of all jobs", "slurmctld", CANCEL_S)
+
     def add_partition(self, name: str, nodes: Sequence[str], **options: str) -> None:
         """Add a partition, e.g. `add_partition("short", ["node1"], MaxTime="1", PriorityTier="20")`."""
         with self.layout.conf.open("a") as file:
@@ -145,6 +139,10 @@ class SlurmSandbox:
         self.kill_slurmd(node)
         daemons.kill(daemons.job_processes(self.layout, node))
 
+    def give_up(self, node: str) -> None:
+        """Have the controller call a node down at once, rather than after a quarter of a minute of silence."""
+        self.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])
+
     def restart_slurmd(self, node: str) -> None:
         """Stop a node's slurmd if it runs, start it, and wait until the controller hears from it."""
         daemons.stop(self.layout, slurmd_name(node))
@@ -160,8 +158,11 @@ class SlurmSandbox:
         """Text of a daemon's log: `slurmctld`, `slurmd-node0`, ..., `slurmdbd`, `mariadbd`, `munged`."""
         return self.layout.log(name).read_text(errors="replace")
 
+    def _has_no_jobs(self) -> bool:
+        return not self.run(["squeue", "--noheader"]).stdout
+
     def _start_daemons(self) -> None:
-        daemons.start(self.layout, "munged", munged_command(self.layout))
+        daemons.start(self.layout, "munged", startup.munged_command(self.layout))
         daemons.wait_until(self.layout, "munged", "its socket", self.layout.munge_socket.exists)
         if self.layout.accounting:
             accounting.start(self.layout)
@@ -170,6 +171,14 @@ class SlurmSandbox:
             self._start_slurmd(node)
         for node in self.layout.names:
             self._wait_for_slurmd(node)
+
+    def _stop_daemons(self) -> None:
+        # The controller goes first: without it the nodes' end is no event to wait for.
+        daemons.stop(self.layout, "slurmctld")
+        daemons.stop(self.layout, *map(slurmd_name, self.layout.names))
+        daemons.kill(daemons.job_processes(self.layout))
+        for name in ("slurmdbd", "mariadbd", "munged"):
+            daemons.stop(self.layout, name)
 
     def _start_slurmctld(self, *options: str) -> None:
         daemons.start(self.layout, "slurmctld", ["slurmctld", "-D", *options])
@@ -180,69 +189,16 @@ class SlurmSandbox:
 
     def _start_slurmd(self, node: str) -> None:
         # Step managers inherit the name, which tells whose they are.
-        daemons.start(self.layout, slurmd_name(node), slurmd_command(self.layout, node), {"SLURMD_NODENAME": node})
+        daemons.start(
+            self.layout, slurmd_name(node), startup.slurmd_command(self.layout, node), {"SLURMD_NODENAME": node}
+        )
 
     def _wait_for_slurmd(self, node: str) -> None:
         daemons.wait_until(self.layout, slurmd_name(node), f"{node} ready", lambda: self.node_state(node) in READY)
 
-    def _cancel_jobs(self) -> None:
-        listed = self.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
-        if leaders := {re.split(r"[+_]", job)[0] for job in listed}:
-            self.run(["scancel", *leaders], check=False)
-            wait_for(
-                lambda: not self.run(["squeue", "--noheader"]).stdout, "the end of all jobs", "slurmctld", CANCEL_S
-            )
-
     def _alive(self, daemon: str) -> list[psutil.Process]:
         process = daemons.find(self.layout, daemon)
         return [process] if process else []
-
-
-def prepare(layout: Layout) -> None:
-    """Empty folders and fresh files for a start.
-
-    Raises:
-        InfrastructureFailure: a sandbox runs there, or something that is no sandbox lies there.
-    """
-    layout.directory.mkdir(parents=True, exist_ok=True)
-    if (layout.directory / "sandbox.json").exists():
-        if daemons.find(layout, "slurmctld") or daemons.find(layout, "munged"):
-            raise InfrastructureFailure(f"a sandbox runs in {layout.directory}; stop it with the verb `down`")
-    elif any(layout.directory.iterdir()):
-        raise InfrastructureFailure(f"{layout.directory} is not empty; choose a new directory")
-    for name in FOLDERS:
-        shutil.rmtree(layout.directory / name, ignore_errors=True)
-        (layout.directory / name).mkdir(mode=0o700)
-    for node in layout.names:
-        (layout.directory / "spool" / node).mkdir()
-    for index in range(layout.gpus):
-        (layout.directory / "dev" / f"gpu{index}").touch()
-    (layout.directory / "munge" / "key").write_bytes(secrets.token_bytes(KEY_BYTES))
-    (layout.directory / "munge" / "key").chmod(0o400)
-    configuration.write(layout)
-    layout.save()
-
-
-def best_isolation() -> Isolation:
-    """What this user may do so that every node has a host name of its own."""
-    kind: Isolation = "root" if os.geteuid() == 0 else "user"
-    probe = [*UNSHARE[kind], "mount", "--bind", "/etc/hosts", "/etc/hosts"]
-    return kind if subprocess.run(probe, capture_output=True, check=False).returncode == 0 else "none"
-
-
-def munged_command(layout: Layout) -> list[str]:
-    """Forced, since munged would want its socket open to every user; the sandbox serves one."""
-    folder = layout.munge_socket.parent
-    return ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={layout.munge_socket}",
-            f"--pid-file={folder}/munged.pid", f"--log-file={layout.log('munged')}", f"--seed-file={folder}/seed",
-            "--num-threads=4"]  # fmt: skip
-
-
-def slurmd_command(layout: Layout, node: str) -> list[str]:
-    if layout.isolation == "none":
-        return ["slurmd", "-D", "-N", node]
-    hosts = str(layout.conf.parent / "hosts")
-    return [*UNSHARE[layout.isolation], "sh", "-c", OWN_NAME, "sh", hosts, node]
 
 
 def slurmd_name(node: str) -> str:
