@@ -59,6 +59,16 @@ class RunPaths:
         return self.rollouts / "journal.bin"
 
     @property
+    def job(self) -> Path:
+        """Ids of the newest attempt's Slurm jobs."""
+        return self.root / "job.json"
+
+    @property
+    def slurm(self) -> Path:
+        """What submitit keeps of the run's jobs: scripts, pickled tasks and their results, the latter by step."""
+        return self.root / "slurm"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
@@ -11,7 +12,6 @@ from prime_hpc.config.sections import (
     FORBID_UNKNOWN,
     AlgorithmConfig,
     CheckpointConfig,
-    ClusterConfig,
     LauncherConfig,
     LossConfig,
     ModelConfig,
@@ -30,8 +30,8 @@ class RunConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    mode: Literal["rl", "sft"] = "rl"
-    """rl: sample, score and train at once. sft: train on rows of messages."""
+    mode: Literal["rl", "sft", "serve"] = "rl"
+    """rl: sample, score and train at once. sft: train on rows of messages. serve: engines only."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0

@@ -15,7 +15,8 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.launchers.children import Child, spawn, stop
 from prime_hpc.launchers.supervisor import Ending, Running, Supervisor
 from prime_hpc.launchers.view import View, open_view
-from prime_hpc.plan.run_plan import RunPlan, Unit
+from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.units import Unit
 
 EXIT_INTERRUPTED = 130
 

@@ -63,7 +63,8 @@ class RunStart:
         if config.resume and (attempts or config.resume != "auto"):
             attempt = _resume(config, RunPaths(run_dir), attempt)
         config = replace(config, run=replace(config.run, name=name))
-        return cls(config, build_plan(config, run_dir, attempt, count_gpus()), origins)
+        gpus = 0 if config.launcher.on_slurm else count_gpus()
+        return cls(config, build_plan(config, run_dir, attempt, gpus), origins)
 
     def write_dry(self) -> None:
         """config.yaml and plan.json, and nothing else."""

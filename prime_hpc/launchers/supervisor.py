@@ -19,7 +19,8 @@ from prime_hpc.launchers.heartbeats import Heartbeats
 from prime_hpc.launchers.rollback import roll_back
 from prime_hpc.launchers.view import View
 from prime_hpc.observe.snapshot import take_snapshot
-from prime_hpc.plan.run_plan import RunPlan, Unit
+from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.units import Unit, units
 
 POLL_S = 0.2
 LEAVE_S = 30.0
@@ -94,7 +95,7 @@ class Supervisor:
     def __init__(self, plan: RunPlan, config: RunConfig, paths: RunPaths, starter: Starter, view: View):
         self._plan, self._config, self._paths = plan, config, paths
         self._starter, self._view = starter, view
-        self._states = [_State(unit) for unit in plan.units()]
+        self._states = [_State(unit) for unit in units(plan)]
         self._events = EventLog(paths.events, plan.attempt)
         self._hearts = Heartbeats(paths, config.recovery)
         self._complete_since: float | None = None

@@ -49,7 +49,7 @@ class Fleet:
     def __init__(self, role: Role, engines: list[Engine]):
         self.engines = engines
         self._role = role
-        self._names = [p.name for p in role.plan.of("inference")]
+        self._names = [p.name for p in role.plan.engines()]
         self._target: _Target | None = None
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -66,7 +66,7 @@ class Fleet:
             return Engine(name, base_url, serving=True)
 
         with role.heart.waiting("the engines' addresses", "inference-0", timeout_s):
-            return cls(role, await asyncio.gather(*(find(p.name) for p in role.plan.of("inference"))))
+            return cls(role, await asyncio.gather(*(find(p.name) for p in role.plan.engines())))
 
     async def pick(self) -> Engine:
         """The serving engine with the least rollouts, as soon as there is one."""

@@ -1,6 +1,5 @@
 """The plan of an attempt: which process runs where, with which GPUs, files and environment."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,15 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 from prime_hpc.errors import SchemaMismatch
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 
 
 class ProcessPlan(msgspec.Struct, kw_only=True):
     """One process. `component` is orchestrator, environment (workers beside it), inference or trainer.
 
-    Its command is run from any folder; `gpus` are indices on its node; `log` lies inside the run directory.
+    `index` counts engines, ranks or workers of a source; `rank` counts the nodes of one engine, of which the first
+    answers requests. `node` counts the nodes of the component's group, `gpus` are indices on that node.
+    The command is run from any folder; `log` lies inside the run directory.
     """
 
     name: str
@@ -25,8 +26,26 @@ class ProcessPlan(msgspec.Struct, kw_only=True):
     node: int
     command: list[str]
     log: str
+    rank: int = 0
     gpus: list[int] = []
     env: dict[str, str] = {}
+
+
+class NodeGroup(msgspec.Struct, kw_only=True):
+    """The nodes of a component: `nodes` that processes are placed on, then `spare` ones, each with `gpus` GPUs.
+
+    `first` is the number of its first node among all nodes of the run; groups that share nodes overlap there.
+    """
+
+    name: str
+    first: int
+    nodes: int
+    gpus: int
+    spare: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + self.nodes + self.spare
 
 
 class Fork(msgspec.Struct, kw_only=True):
@@ -41,15 +60,6 @@ def read_forks(path: Path) -> list[Fork]:
     return msgspec.json.decode(path.read_bytes(), type=list[Fork]) if path.exists() else []
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Processes that live and die together: an engine, an environment worker, the orchestrator, all trainer ranks."""
-
-    name: str
-    component: str
-    processes: list[ProcessPlan]
-
-
 class RunPlan(msgspec.Struct, kw_only=True):
     """Everything a launcher and the roles need. `config` is the resolved configuration as a dictionary."""
 
@@ -58,6 +68,7 @@ class RunPlan(msgspec.Struct, kw_only=True):
     run_dir: str
     attempt: int
     nodes: int
+    groups: list[NodeGroup] = []
     forks: list[Fork]
     checkpoint: str | None
     processes: list[ProcessPlan]
@@ -72,13 +83,18 @@ class RunPlan(msgspec.Struct, kw_only=True):
         """Processes of a component, in order of index."""
         return [p for p in self.processes if p.component == component]
 
-    def units(self) -> list[Unit]:
-        """The restart units, in order of the plan."""
-        units: dict[str, Unit] = {}
-        for process in self.processes:
-            name = "trainer" if process.component == "trainer" else process.name
-            units.setdefault(name, Unit(name, process.component, [])).processes.append(process)
-        return list(units.values())
+    def engines(self) -> list[ProcessPlan]:
+        """The process of each engine that answers requests."""
+        return [p for p in self.of("inference") if p.rank == 0]
+
+    def group(self, process: ProcessPlan) -> NodeGroup:
+        """The nodes among which `process` is placed; environment workers run beside the orchestrator."""
+        name = "orchestrator" if process.component == "environment" else process.component
+        return next(g for g in self.groups if g.name == name)
+
+    def host(self, process: ProcessPlan) -> int:
+        """The number of its node among all nodes of the run."""
+        return self.group(process).first + process.node
 
     def typed_config(self) -> RunConfig:
         return parse(self.config)

@@ -49,7 +49,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Loca
 
 def test_a_run_outlives_the_failure_of_every_role(survivor: LocalRun) -> None:
     assert_whole(survivor, 12)
-    assert kinds(survivor, "orchestrator-0") == ["exit", "restart", "recovered"]
+    assert kinds(survivor, "orchestrator") == ["exit", "restart", "recovered"]
     assert kinds(survivor, "inference-0") == ["exit", "restart", "recovered"]
     assert kinds(survivor, "env-reverse_text-0") == ["exit", "restart", "recovered"]
     assert kinds(survivor, "trainer") == ["hang", "restart", "recovered", "exit", "restart", "recovered"]
