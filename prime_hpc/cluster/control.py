@@ -14,18 +14,23 @@ Action = Literal["stop", "drain", "restart"]
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """stop: end the run now. drain: finish the step, save and leave. restart: start `unit` again."""
+    """stop: end the run now. drain: finish the step, save and leave. restart: start `unit` again.
+
+    `goes_on`: the run is drained since its job has to end, and goes on in another.
+    """
 
     action: Action
     why: str
     by: str
     unit: str | None = None
+    goes_on: bool = False
     time: float = 0.0
 
 
-def ask(control: Path, action: Action, why: str, *, unit: str | None = None, by: str | None = None) -> None:
+def ask(control: Path, action: Action, why: str, *, unit: str | None = None, by: str | None = None,
+        goes_on: bool = False) -> None:  # fmt: skip
     """Leave a request; `by` is the user when left out."""
-    request = Request(action=action, why=why, by=by or getpass.getuser(), unit=unit, time=time.time())
+    request = Request(action=action, why=why, by=by or getpass.getuser(), unit=unit, goes_on=goes_on, time=time.time())
     write_atomic(control / f"{uuid.uuid4().hex}.json", msgspec.json.encode(request))
 
 

@@ -35,6 +35,10 @@ class RunPaths:
         return self.root / "rendezvous"
 
     @property
+    def exits(self) -> Path:
+        return self.rendezvous / "exits"
+
+    @property
     def acks(self) -> Path:
         return self.rendezvous / "acks"
 

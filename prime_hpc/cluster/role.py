@@ -26,6 +26,8 @@ from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 
 COMPLETE_MARK = "complete"
 DRAIN_MARK = "drain"
+STOPPING_MARK = "stopping"
+"""The supervisor is ending every process: a SIGTERM without it comes from somebody else."""
 LEAVE_GRACE_S = 10.0
 EXIT_FENCED = 75
 """Exit code of a process that left because its attempt lost the lease."""

@@ -13,12 +13,11 @@ from prime_hpc.cluster.lease import LeaseKeeper
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.run import RunConfig
 from prime_hpc.launchers.children import Child, spawn, stop
-from prime_hpc.launchers.supervisor import Ending, Running, Supervisor
-from prime_hpc.launchers.view import View, open_view
+from prime_hpc.launchers.supervisor import Running, Supervisor
+from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
+from prime_hpc.launchers.view import open_view
 from prime_hpc.plan.run_plan import RunPlan
-from prime_hpc.plan.units import Unit
-
-EXIT_INTERRUPTED = 130
+from prime_hpc.plan.units import Unit, units
 
 
 class LocalUnit:
@@ -60,7 +59,7 @@ def run_local(plan: RunPlan, config: RunConfig) -> int:
     lease = LeaseKeeper(paths.rendezvous, plan.attempt, config.cluster.lease_s)
     interrupted = None
     with _termination_as_interrupt(), open_view(plan, config.launcher.live) as view:
-        supervisor = Supervisor(plan, config, paths, LocalStarter(), view)
+        supervisor = Supervisor(plan, config, paths, LocalStarter(), view, units=units(plan))
         try:
             ending = supervisor.run()
         except KeyboardInterrupt:
@@ -71,25 +70,7 @@ def run_local(plan: RunPlan, config: RunConfig) -> int:
             supervisor.stop(interrupted)
             lease.close()
             secrets.remove(paths.root)
-        return _verdict(ending, paths, view)
-
-
-def _verdict(ending: Ending, paths: RunPaths, view: View) -> int:
-    """Say how the run ended; returns the exit code for it."""
-    match ending.kind:
-        case "complete":
-            view.say(f"complete; everything lies in {paths.root}")
-            return 0
-        case "drained":
-            view.say(f"drained: saved and left as asked; resume=latest goes on in {paths.root}")
-            return 0
-        case "stopped":
-            view.say(f"stopped, as {ending.words}")
-            return EXIT_INTERRUPTED
-    failure = ending.failure
-    code = "it hung" if failure.exit_code is None else f"exit code {failure.exit_code}"
-    view.say(f"{failure.process} failed first ({code}); {ending.words}")
-    return 1
+        return verdict(ending, paths, view)
 
 
 @contextmanager

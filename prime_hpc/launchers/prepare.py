@@ -13,7 +13,7 @@ from prime_hpc.cluster.beats import FOLDER
 from prime_hpc.cluster.files import list_fresh, write_atomic, write_json
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
+from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK, STOPPING_MARK
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
@@ -72,20 +72,26 @@ class RunStart:
         write_atomic(self.paths.config, text.encode())
         write_atomic(self.paths.plan, self.plan.dump())
 
-    def write(self) -> None:
-        """The files of a new attempt; what an earlier attempt left for its own processes only is cleared away."""
+    def write(self, *, config_too: bool = True) -> None:
+        """The files of a new attempt; what an earlier attempt left for its own processes only is cleared away.
+
+        A job that goes on by itself leaves `config.yaml`, which knows where each value came from, as it is.
+        """
         paths = self.paths
         for directory in (paths.logs(self.plan.attempt), paths.rendezvous, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         for name in list_fresh(paths.rendezvous):
-            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK):
+            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK, STOPPING_MARK):
                 (paths.rendezvous / name).unlink()
         # weights too: the first version is published anew, and nobody may read an old one of that name meanwhile
-        for directory in (paths.acks, paths.rendezvous / FOLDER, paths.control, paths.batches,
+        for directory in (paths.acks, paths.exits, paths.rendezvous / FOLDER, paths.control, paths.batches,
                           paths.weights):  # fmt: skip
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
-        self.write_dry()
+        if config_too:
+            self.write_dry()
+        else:
+            write_atomic(paths.plan, self.plan.dump())
         write_json(paths.forks, msgspec.to_builtins(self.plan.forks))
 
 

@@ -5,6 +5,7 @@ It knows restart units only; how a unit becomes processes is its `Starter`'s bus
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from prime_hpc.launchers.rollback import roll_back
 from prime_hpc.launchers.view import View
 from prime_hpc.observe.snapshot import take_snapshot
 from prime_hpc.plan.run_plan import RunPlan
-from prime_hpc.plan.units import Unit, units
+from prime_hpc.plan.units import Unit
 
 POLL_S = 0.2
 LEAVE_S = 30.0
@@ -82,23 +83,32 @@ class _State:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the attempt ended. `failure` is what ended it, `words` the end of that process's log."""
+    """How the attempt ended. `failure` is what ended it; `words` say more, e.g. the end of that process's log.
+
+    `goes_on`: the run was drained not by a person but since its job has to end.
+    """
 
     kind: str
     failure: Failure | None = None
     words: str = ""
+    goes_on: bool = False
 
 
 class Supervisor:
-    """One attempt of a run."""
+    """One attempt of a run, or the part of it that is in one job: the `units`.
 
-    def __init__(self, plan: RunPlan, config: RunConfig, paths: RunPaths, starter: Starter, view: View):
+    `leads`: requests to the run are answered here. `alarm` is asked for a reason to drain the run.
+    """
+
+    def __init__(self, plan: RunPlan, config: RunConfig, paths: RunPaths, starter: Starter, view: View, *,
+                 units: list[Unit], leads: bool = True, alarm: Callable[[], str | None] = lambda: None):  # fmt: skip
         self._plan, self._config, self._paths = plan, config, paths
-        self._starter, self._view = starter, view
-        self._states = [_State(unit) for unit in units(plan)]
+        self._starter, self._view, self._leads, self._alarm = starter, view, leads, alarm
+        self._states = [_State(unit) for unit in units]
         self._events = EventLog(paths.events, plan.attempt)
         self._hearts = Heartbeats(paths, config.recovery)
         self._complete_since: float | None = None
+        self._drain: control.Request | None = None
 
     def run(self) -> Ending:
         """Start every unit and watch until the run is complete or cannot go on. Leaves processes to `stop`."""
@@ -123,10 +133,10 @@ class Supervisor:
         self._view.show(take_snapshot(self._paths, self._plan.processes))
         marks = list_fresh(self._paths.rendezvous)
         if COMPLETE_MARK in marks:
-            return self._see_off("drained" if DRAIN_MARK in marks else "complete")
-        for request in control.take(self._paths.control):
+            return self._see_off(drained=DRAIN_MARK in marks)
+        for request in self._requests():
             if request.action == "stop":
-                return Ending("stopped", words=f"{request.by}: {request.why}")
+                return Ending("stopped", words=f"{request.by} asked: {request.why}")
             self._obey(request)
         for state in self._states:
             failure = self._find_failure(state)
@@ -136,18 +146,32 @@ class Supervisor:
             self._care(state)
         return None
 
-    def _see_off(self, kind: str) -> Ending | None:
+    def _requests(self) -> list[control.Request]:
+        if not self._leads:
+            return []
+        requests, reason = control.take(self._paths.control), self._alarm()
+        if reason:
+            requests.append(control.Request(action="drain", why=reason, by="the supervisor", goes_on=True))
+        return requests
+
+    def _see_off(self, *, drained: bool) -> Ending | None:
         """The run is complete: everybody leaves by themselves, within a while."""
         self._complete_since = self._complete_since or time.monotonic()
         left = [s for s in self._states if s.running and None in s.running.exits().values()]
         late = time.monotonic() - self._complete_since > LEAVE_S
-        return Ending(kind) if late or not left else None
+        if left and not late:
+            return None
+        if not drained or not self._drain:
+            return Ending("complete")
+        return Ending("drained", words=f"{self._drain.by} asked: {self._drain.why}", goes_on=self._drain.goes_on)
 
     def _obey(self, request: control.Request) -> None:
         if request.action == "drain":
-            self._events.add("drain", request.why)
-            self._view.say(f"draining, as {request.by} asked: {request.why}")
-            (self._paths.rendezvous / DRAIN_MARK).touch()
+            if self._drain is None:
+                self._drain = request
+                self._events.add("drain", request.why)
+                self._view.say(f"draining, as {request.by} asked: {request.why}")
+                (self._paths.rendezvous / DRAIN_MARK).touch()
             return
         for state in self._states:
             if state.unit.name == request.unit and state.running:

@@ -28,6 +28,8 @@ from prime_hpc.transport.messages import PolicyVersion
 FOREVER_S = math.inf
 """The wait of the driver itself: whoever is waited for has a deadline of its own."""
 
+DRAIN_POLL_S = 0.5
+
 
 class Orchestrator:
     """All parts of one attempt, wired together."""
@@ -42,6 +44,7 @@ class Orchestrator:
         self.shelf = BatchShelf(self.config)
         self.maker = BatchMaker(self.config, self.lineages)
         self.ledger = Ledger(role, self.start_step)
+        self.drained = False
 
     async def run(self) -> None:
         """From the first hello to the complete mark."""
@@ -58,8 +61,12 @@ class Orchestrator:
             ]
             await self._ship_again()
             await self._evaluate(self.start_step, first=True)
-            while self.versions.shipped < self.config.max_steps and not self.role.draining:
-                await self._ship(await self._cut(self.versions.shipped + 1))
+            background.append(tasks.create_task(self._watch_drain()))
+            while self.versions.shipped < self.config.max_steps:
+                batch = await self._cut(self.versions.shipped + 1)
+                if batch is None:
+                    break
+                await self._ship(batch)
             await self._close()
             for task in background:
                 task.cancel()
@@ -91,12 +98,27 @@ class Orchestrator:
             await self.ledger.shipped(batch)
         self.journal.state.batches.clear()
 
-    async def _cut(self, step: int) -> Batch:
-        """The next batch with anything to train on, as soon as enough rollouts wait and the trainer is near."""
-        with self.role.heart.waiting(f"version {step - self.config.orchestrator.max_lead}", "trainer-0", FOREVER_S):
-            await self.versions.wait_published(step - self.config.orchestrator.max_lead)
+    async def _watch_drain(self) -> None:
+        """Wake whoever waits once the run is asked to leave."""
+        while not await asyncio.to_thread(lambda: self.role.draining):
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.drained = True
+        await self.versions.notify()
+        await self.scheduler.notify()
+
+    async def _cut(self, step: int) -> Batch | None:
+        """The next batch with anything to train on, as soon as enough rollouts wait and the trainer is near.
+
+        None once the run is asked to leave.
+        """
+        near = step - self.config.orchestrator.max_lead
+        with self.role.heart.waiting(f"version {near}", "trainer-0", FOREVER_S):
+            await self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
         for _ in range(self.config.orchestrator.max_empty_batches):
-            batch = self.maker.make(step, await self._take())
+            groups = await self._take()
+            if self.drained:
+                return None
+            batch = self.maker.make(step, groups)
             if batch.samples:
                 return batch
             self.scheduler.drop(batch.groups, "no_gradient")
@@ -105,11 +127,13 @@ class Orchestrator:
                                  "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
 
     async def _take(self) -> list[Group]:
-        """Groups of one batch, in the order they finished."""
+        """Groups of one batch, in the order they finished; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
         with self.role.heart.waiting(f"{size} finished rollouts", "environment", FOREVER_S):
             async with scheduler.changed:
-                await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size)
+                await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size or self.drained)
+        if self.drained:
+            return []
         groups, count = [], 0
         while count < size:
             groups.append(scheduler.ready.pop(0))

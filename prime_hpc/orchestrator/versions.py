@@ -52,7 +52,7 @@ class Versions:
             if newest and newest > self.published:
                 self.published = newest
                 await on_published()
-                await self._notify()
+                await self.notify()
                 await self._update(newest, on_update)
             await asyncio.sleep(POLL_S)
 
@@ -65,7 +65,7 @@ class Versions:
             control.ask(self._role.paths.control, "restart", str(error), unit="trainer", by=self._role.process.name)
             return
         await on_update(version, times)
-        await self._notify()
+        await self.notify()
 
     def _newest(self) -> PolicyVersion | None:
         """The newest version of the newest lineage."""
@@ -77,13 +77,12 @@ class Versions:
 
     async def wait_served(self, step: int) -> None:
         """Return once the engines serve version `step` or a newer one."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.served.step >= step)
+        await self.wait_until(lambda: self.served.step >= step)
 
-    async def wait_published(self, step: int) -> None:
-        """Return once the trainer has published version `step` or a newer one."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` holds; it is looked at whenever a version is published or served, and on `notify`."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self.published.step >= step)
+            await self.changed.wait_for(condition)
 
     async def _serve(self, version: PolicyVersion) -> UpdateTimes:
         self._role.reach("update.before")
@@ -93,6 +92,7 @@ class Versions:
         self._role.log.info("engines serve v%s (load %.2f s, pause %.2f s)", version, times.load_s, times.pause_s)
         return times
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
+        """Have everybody who waits look again."""
         async with self.changed:
             self.changed.notify_all()

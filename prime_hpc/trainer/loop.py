@@ -59,7 +59,7 @@ def run(role: Role) -> None:
         role.reach("update.after")
         with watch("checkpoint"):
             checkpointer.save_if_due(step, batch.journal_offset)
-        report = _report(role, step, result, optimized, watch, world)
+        report = _report(role, step, result, optimized, {**watch.seconds(), **checkpointer.costs()}, world)
         if batch.last:
             break
     role.reach("shutdown.before")
@@ -111,13 +111,12 @@ def _report(
     step: int,
     result: BatchResult,
     optimized: dict[str, float],
-    watch: Stopwatch,
+    times: dict[str, float],
     world: distributed.World,
 ) -> StepReport | None:
     """Rank 0's account of a step, which it also logs."""
     if not world.first:
         return None
-    times = watch.seconds()
     metrics = {**result.metrics(), **optimized, **performance(result, times, world), **times}
     role.log.info(summarise(step, metrics))
     return StepReport(step=step, metrics=metrics)
