@@ -46,6 +46,8 @@ def launch_arguments(run_dir: Path, overrides: list[str], folder: Path) -> list[
                                     f"python -m prime_hpc.stop {run_dir} ends it")  # fmt: skip
     saved = yaml.safe_load(facts.paths.config.read_text())
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if saved["launcher"]["name"] == "dry_run":  # a dry run of this very resume wrote what it would have run
+        saved["launcher"]["name"] = saved["launcher"]["target"]
     kept = {key: value for key, value in saved.items() if key not in chosen & set(GROUPS)}
     name = f"attempt_{facts.attempt}"
     text = "# @package _global_\n" + yaml.safe_dump(kept, sort_keys=False)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from prime_hpc.commands import cli
 from prime_hpc.observe.run_facts import read_run
-from prime_hpc.observe.status import ProcessStatus, RunStatus, take_status
+from prime_hpc.observe.status import ProcessStatus, RunStatus, WaitStatus, take_status
 
 PERIOD_S = 2.0
 
@@ -77,14 +77,13 @@ def _headline(status: RunStatus) -> str:
 def _row(processes: list[ProcessStatus]) -> list[str]:
     states = ", ".join(f"{count} {state}" for state, count in Counter(p.state for p in processes).items())
     restarts = sum(p.restarts for p in processes)
-    waiting = [p for p in processes if p.wait]
-    longest = max(waiting, key=lambda p: p.wait.seconds if p.wait else 0.0, default=None)
-    return [str(len(processes)), states, str(restarts), _wait(longest) if longest else "-"]
+    waits = [(p.wait.seconds, _wait(p.name, p.wait)) for p in processes if p.wait]
+    _, longest = max(waits, default=(0.0, "-"))
+    return [str(len(processes)), states, str(restarts), longest]
 
 
-def _wait(process: ProcessStatus) -> str:
-    wait = process.wait
-    return f"{process.name}: {wait.what} from {wait.owner}, {wait.seconds:.0f} of {wait.deadline_s:.0f} s" if wait else ""
+def _wait(name: str, wait: WaitStatus) -> str:
+    return f"{name}: {wait.what} from {wait.owner}, {wait.seconds:.0f} of {wait.deadline_s:.0f} s"
 
 
 def _number(value: float | None) -> str:

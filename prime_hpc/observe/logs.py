@@ -39,7 +39,8 @@ class LogFile:
         with self.path.open("rb") as file:
             size = self.path.stat().st_size
             skipped = file.read(max(0, size - tail_bytes)).count(b"\n") if tail_bytes else 0
-            texts = file.read().decode(errors="replace").removesuffix("\n").split("\n")
+            content = file.read().decode(errors="replace")
+        texts = content.removesuffix("\n").split("\n") if content else []
         texts = [text.removesuffix("\r").rpartition("\r")[2] for text in texts]  # progress bars overwrite themselves
         times = _times(texts, self.path.stat().st_mtime)
         return [LogLine(skipped + i, text, time) for i, (text, time) in enumerate(zip(texts, times, strict=True), 1)]

@@ -10,7 +10,7 @@ SILENT_S = 60.0
 
 
 def chain(process: str, facts: RunFacts) -> list[str]:
-    """The process, the one that it waits for, and so on; the last waits for nobody, is not heard of, or closes a circle."""
+    """The process, the one that it waits for, and so on; the last waits for nobody, is unknown or closes a circle."""
     names = [process]
     while (beat := facts.beats.get(names[-1])) and beat.wait:
         names.append(beat.wait.owner)
@@ -35,7 +35,8 @@ def silent(facts: RunFacts) -> Beat | None:
 def describe(beat: Beat, now: float) -> str:
     """What a process does or waits for, in words."""
     if beat.wait is None:
-        return f"{beat.process} waits for nobody; it was last seen {now - beat.time:.0f} s ago, {beat.doing or 'at work'}"
+        doing = beat.doing or "at work"
+        return f"{beat.process} waits for nobody; it was last seen {now - beat.time:.0f} s ago, {doing}"
     wait = beat.wait
     return (f"{beat.process} has waited {now - wait.since:.0f} s for {wait.what} from {wait.owner} "
             f"(deadline {wait.deadline_s:.0f} s)")  # fmt: skip

@@ -1,11 +1,11 @@
-"""Which of many failures came first: symptoms point at another process, and waits lead to the one that waits for none."""
+"""Which of many failures came first: symptoms point at other processes, waits lead to the one that waits for none."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prime_hpc.observe import waits
-from prime_hpc.observe.doctor.causes import (
+from prime_hpc.observe.doctor.cause import (
     COLLECTIVE_STUCK,
     COLLECTIVE_TIMEOUT,
     HANG,

@@ -8,7 +8,7 @@ import msgspec
 from prime_hpc.cluster.lease import FILE as LEASE
 from prime_hpc.observe import waits
 from prime_hpc.observe.doctor.blame import SUPERVISOR, Blame, find_first
-from prime_hpc.observe.doctor.causes import (
+from prime_hpc.observe.doctor.cause import (
     HANG,
     PREEMPTED,
     STOPPED,
@@ -18,7 +18,7 @@ from prime_hpc.observe.doctor.causes import (
     Cause,
     how_to_install,
 )
-from prime_hpc.observe.doctor.evidence import Evidence, evidence_of, followers
+from prime_hpc.observe.doctor.evidence import Evidence, evidence_of, find_text, followers
 from prime_hpc.observe.doctor.failures import (
     Failure,
     Finding,
@@ -32,6 +32,8 @@ from prime_hpc.observe.run_facts import RunFacts
 from prime_hpc.transport.checkpoints import complete_steps
 
 Verdict = Literal["healthy", "complete", "failed", "unknown"]
+NOTABLE = ("restart", "degrade", "recovered", "drain")
+MAX_NOTES = 6
 JOB_LAG_S = 30.0
 """When a job ends, its processes may fall this much before the scheduler's message."""
 REASONS = ((re.compile(r"time.?limit|deadline", re.I), TIME_LIMIT), (re.compile("preempt", re.I), PREEMPTED))
@@ -100,9 +102,10 @@ def _of_ended(facts: RunFacts) -> Diagnosis:
     if ending:
         cause = next((cause for pattern, cause in REASONS if pattern.search(ending.reason)), STOPPED)
         evidence = [Evidence(EVENTS, ending.line, f"{ending.kind}: {ending.reason}")]
-        return _verdict(facts, cause, {"reason": ending.reason or ending.kind}, evidence, process=None, time=ending.time)
+        return _verdict(facts, cause, {"reason": ending.reason or ending.kind}, evidence, None, ending.time)
     if facts.lease:
         evidence = [Evidence(f"rendezvous/{LEASE}", None, f"last beat {facts.now - facts.lease.beat:.0f} s ago")]
+        evidence += find_text(SUPERVISOR_LOST, facts)
         return _verdict(facts, SUPERVISOR_LOST, {}, evidence, process=SUPERVISOR, time=facts.lease.beat)
     return _answer(facts, "unknown", f"the attempt ended without a failure that its files show, {_progress(facts)}")
 
@@ -136,7 +139,8 @@ def _verdict(
 
 
 def _answer(facts: RunFacts, verdict: Verdict, headline: str) -> Diagnosis:
-    return Diagnosis(run=facts.plan.name, attempt=facts.attempt, verdict=verdict, headline=headline, notes=_notes(facts))
+    notes = [_note(event) for event in facts.events if event.kind in NOTABLE][-MAX_NOTES:]
+    return Diagnosis(run=facts.plan.name, attempt=facts.attempt, verdict=verdict, headline=headline, notes=notes)
 
 
 def _remedy(advice: str, facts: RunFacts) -> str:
@@ -165,12 +169,5 @@ def _state(name: str, facts: RunFacts) -> str:
     return facts.records[name].state if name in facts.records else "waiting"
 
 
-def _notes(facts: RunFacts) -> list[str]:
-    """Restarts and losses that the run went on after."""
-    kept = [event for event in facts.events if event.kind in ("restart", "degrade", "recovered", "drain")]
-    return [_note(event) for event in kept[-5:]]
-
-
 def _note(event: Event) -> str:
-    what = {"restart": f"restart {event.restart}", "degrade": "given up, the run goes on without it"}.get(event.kind, event.kind)
-    return f"{event.process or event.unit or 'run'}: {what}{f' ({event.reason})' if event.reason else ''}"
+    return f"{event.process or event.unit or 'run'}: {event.kind}{f' ({event.reason})' if event.reason else ''}"

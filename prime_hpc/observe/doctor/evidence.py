@@ -1,11 +1,13 @@
 """Where the facts behind a diagnosis can be read: file, line and text."""
 
+import re
 from pathlib import Path
 
 import msgspec
 
 from prime_hpc.observe import waits
 from prime_hpc.observe.doctor.blame import Blame
+from prime_hpc.observe.doctor.cause import HANG, Cause
 from prime_hpc.observe.doctor.failures import TAIL_BYTES, Finding, plain
 from prime_hpc.observe.events import BEATS, EVENTS
 from prime_hpc.observe.logs import LogFile
@@ -13,7 +15,12 @@ from prime_hpc.observe.run_facts import RunFacts
 
 MAX_TEXT = 400
 MAX_PROBLEMS = 8
+"""Lines of a message after its first that are shown; a list of mistakes in a configuration is such a message."""
 MAX_FOLLOWERS = 8
+
+
+_ENDS_MESSAGE = re.compile(r"$|\S*\d\d:\d\d:\d\d|\(|\[|Traceback|The above|During handling|frame #|Exception raised"
+                           r"|  File | +For further|Process \w+:")  # fmt: skip
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -28,9 +35,9 @@ def evidence_of(blame: Blame, facts: RunFacts) -> list[Evidence]:
     """What proves the blame: the telling line, the exit, the waits, and the memory of the machine."""
     finding = blame.finding
     found = [*_line(finding, facts), *_exit(finding, facts)]
-    if len(blame.chain) > 1:
+    if len(blame.chain) > 1 or blame.cause is HANG:
         found += [e for name in blame.chain for e in _beat(name, facts)]
-        if blame.process != finding.failure.process:
+        if finding.log is None or blame.process != finding.failure.process:
             found += _last_words(blame.process, facts)
     if finding.failure.exit_code == -9:
         found += _memory(finding, facts)
@@ -46,6 +53,15 @@ def followers(blame: Blame, findings: list[Finding]) -> list[str]:
     return texts[:MAX_FOLLOWERS] + ([f"and {more} more"] if more > 0 else [])
 
 
+def find_text(cause: Cause, facts: RunFacts) -> list[Evidence]:
+    """The first line in any log that speaks of `cause`."""
+    for log in facts.logs:
+        for line in log.lines(TAIL_BYTES):
+            if cause.pattern and cause.pattern.search(line.text):
+                return [log_evidence(log, line.number, line.text, facts)]
+    return []
+
+
 def log_evidence(log: LogFile, number: int | None, text: str, facts: RunFacts) -> Evidence:
     """A line of a log."""
     return Evidence(_relative(log.path, facts), number, text[:MAX_TEXT])
@@ -57,10 +73,10 @@ def _line(finding: Finding, facts: RunFacts) -> list[Evidence]:
         error = finding.failure.error
         path = facts.paths.rendezvous / f"{finding.failure.process}.json"
         return [Evidence(_relative(path, facts), None, error[:MAX_TEXT])] if error else []
-    evidence = [log_evidence(finding.log, finding.line.number, plain(finding.line.text), facts)]
-    lines = [line for line in finding.log.lines(TAIL_BYTES) if line.number > finding.line.number]
-    for line in lines[:MAX_PROBLEMS]:
-        if not line.text.startswith("  ") or line.text.lstrip().startswith("File "):
+    telling = finding.line.number
+    evidence = [log_evidence(finding.log, telling, plain(finding.line.text), facts)]
+    for line in (line for line in finding.log.lines(TAIL_BYTES) if telling < line.number <= telling + MAX_PROBLEMS):
+        if _ENDS_MESSAGE.match(line.text):
             break
         evidence.append(log_evidence(finding.log, line.number, line.text.strip(), facts))
     return evidence

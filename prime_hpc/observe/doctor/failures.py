@@ -4,7 +4,8 @@ import re
 import signal
 from dataclasses import dataclass, replace
 
-from prime_hpc.observe.doctor.causes import CAUSES, HANG, JOB_CAUSES, KILLED, OUT_OF_HOST_MEMORY, UNCAUGHT, VAGUE, Cause
+from prime_hpc.observe.doctor.cause import HANG, KILLED, OUT_OF_HOST_MEMORY, UNCAUGHT, Cause
+from prime_hpc.observe.doctor.causes import CAUSES, JOB_CAUSES, VAGUE
 from prime_hpc.observe.events import Event, Record
 from prime_hpc.observe.logs import LogFile, LogLine
 from prime_hpc.observe.run_facts import RunFacts
@@ -17,8 +18,10 @@ SETTLE_S = 2.0
 
 _LIFE = re.compile(r"^(?:\(.*?\) )?(?:\d\d:\d\d:\d\d )?(?:INFO|WARNING|DEBUG)\b|^(?:\[rank\d+\]:)?\[[WI]\d{4} ")
 _SURVIVED = re.compile(r"The run goes on|ERROR +\S+ rollout ")
-_ERROR = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] |\[rank\d+\]: |[\d:]+ ERROR +\S+ )?"
-                    r"(?P<error>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Failure|Mismatch|Data|Exceeded|Interrupt)(?:: .*|$))")  # fmt: skip
+_ERROR = re.compile(
+    r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] |\[rank\d+\]: |[\d:]+ ERROR +\S+ )?"
+    r"(?P<error>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Failure|Mismatch|Data|Exceeded|Interrupt)(?:: .*|$))"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
