@@ -26,8 +26,8 @@ def command(verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def kill(run: LocalRun, process: str) -> None:
-    (found,) = [p for p in psutil.process_iter(["cmdline"])
-                if (line := p.info["cmdline"] or []) and str(run.root / "plan.json") in line and line[-1] == process]  # fmt: skip
+    command_line = [str(run.root / "plan.json"), "--process", process]
+    (found,) = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-3:] == command_line]
     os.kill(found.pid, signal.SIGKILL)
 
 
@@ -40,8 +40,9 @@ def test_resume_goes_on_with_the_saved_configuration(tmp_path: Path, tiny_model:
     (run / "logs" / "attempt_1").mkdir(parents=True)
     partial = checkpoints.partial_path(run / "checkpoints", STEP)
     partial.mkdir(parents=True)
-    checkpoints.publish(partial, checkpoints.CheckpointManifest(step=STEP, lineage=0, world=1, journal_offset=0, files={},
-                                                                config=before.config))  # fmt: skip
+    manifest = checkpoints.CheckpointManifest(step=STEP, lineage=0, world=1, journal_offset=0, files={},
+                                              config=before.config)  # fmt: skip
+    checkpoints.publish(partial, manifest)
     moved = shutil.move(run, tmp_path / "elsewhere")
     again = command("resume", str(moved), "max_steps=120", "launcher=dry_run")
     assert again.returncode == 0, again.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ START = 1_795_000_000.0
 PROCESSES = {"orchestrator-0": "orchestrator", "env-words-0": "environment", "inference-0": "inference",
              "trainer-0": "trainer", "trainer-1": "trainer"}  # fmt: skip
 HOST = "node7"
+Wait = tuple[str, str, float, float]
 
 
 class RunDir:
@@ -48,14 +50,13 @@ class RunDir:
         return path
 
     def record(self, process: str, state: str, *, at: float, **facts: Any) -> None:
-        value = {"process": process, "attempt": self.attempt, "state": state, "host": HOST, "pid": 1, "time": START + at}
-        self._write(self.paths.rendezvous / f"{process}.json", {**value, **facts})
+        value = {"process": process, "attempt": self.attempt, "state": state, "host": HOST, "time": START + at, **facts}
+        self._write(self.paths.rendezvous / f"{process}.json", value)
 
     def failed(self, process: str, error: str, *, at: float, log: str | None = None) -> None:
         """A process that published its error and ended with code 1, as `cluster.role.main` does."""
-        kind, _, _ = error.partition(":")
-        head = log if log is not None else f'Traceback (most recent call last):\n  File "x.py", line 1, in f\n{error}\n'
-        self.log(process, f"{head}<{at}> ERROR   {process} {error}\n", at=at)
+        traceback = f'Traceback (most recent call last):\n  File "x.py", line 1, in f\n{error}\n'
+        self.log(process, log or f"{traceback}<{at}> ERROR   {process} {error}\n", at=at)
         self.record(process, "failed", at=at, error=error)
         self.event("exit", at=at + 0.3, process=process, exit_code=1)
 
@@ -67,7 +68,7 @@ class RunDir:
         with (self.paths.root / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
 
-    def beat(self, process: str, *, at: float, doing: str = "", wait: tuple[str, str, float, float] | None = None) -> None:
+    def beat(self, process: str, *, at: float, doing: str = "", wait: Wait | None = None) -> None:
         """`wait` is (what, owner, seconds after the start, deadline in seconds)."""
         waiting = wait and {"what": wait[0], "owner": wait[1], "since": START + wait[2], "deadline_s": wait[3]}
         value = {"process": process, "attempt": self.attempt, "restart": 0, "pid": 1, "host": HOST, "time": START + at,
@@ -101,7 +102,6 @@ class RunDir:
 
 def clocks(text: str) -> str:
     """`text` with `<S>` replaced by a clock; `<iso:S>` gives the date too."""
-    import re
 
     def clock(match: re.Match[str]) -> str:
         moment = datetime.fromtimestamp(START + float(match[2]))

@@ -70,8 +70,8 @@ def test_status_is_a_row_a_component(run: RunDir, capsys: pytest.CaptureFixture[
     assert status.main([str(run.paths.root)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     head = " ".join(lines[: lines.index("")])
-    assert head == ("mine, attempt 1: running, step 12 of 90 | reward 0.25 | trained tokens/s 1234 | sampled tokens/s 300 | "
-                    "last progress 4 s ago")  # fmt: skip
+    assert head == ("mine, attempt 1: running, step 12 of 90 | reward 0.25 | trained tokens/s 1234 | sampled "
+                    "tokens/s 300 | last progress 4 s ago")  # fmt: skip
     assert lines[lines.index("") + 1 :][:2] == ["component processes state restarts longest wait",
                                                "orchestrator 1 1 sampling 0 -"]  # fmt: skip
     trainer = " ".join(lines[lines.index("") + 5 :])
@@ -84,8 +84,8 @@ def test_status_as_json_has_every_process(run: RunDir, capsys: pytest.CaptureFix
     assert status.main([str(run.paths.root), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["phase"], answer["step"], answer["reward"]) == ("ended", 0, None)
-    assert answer["processes"][1] == {"name": "env-words-0", "component": "environment", "state": "ready", "restarts": 0,
-                                      "doing": "8 rollouts", "wait": None}  # fmt: skip
+    assert answer["processes"][1] == {"name": "env-words-0", "component": "environment", "state": "ready",
+                                      "restarts": 0, "doing": "8 rollouts", "wait": None}  # fmt: skip
     assert answer["processes"][0]["state"] == "waiting"
 
 
@@ -104,7 +104,8 @@ def test_watch_ends_with_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -
 
 def test_logs_are_merged_by_time(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.log("trainer-0", "<10> INFO    trainer-0 b\nTraceback\n<30> INFO    trainer-0 e\n", at=30)
-    run.log("inference-0", "no clock yet\n(EngineCore pid=2) INFO 11-18 <5> [core.py:1] a\nINFO 11-18 <20> [x.py:1] c\n", at=20)
+    engine = "no clock yet\n(EngineCore pid=2) INFO 11-18 <5> [core.py:1] a\nINFO 11-18 <20> [x.py:1] c\n"
+    run.log("inference-0", engine, at=20)
     run.log("trainer-1", "[rank1]:[E1118 <25>.123 socket.cpp:1] d\n", at=25)
     assert logs.main([str(run.paths.root)]) == 0
     assert capsys.readouterr().out == clocks(
