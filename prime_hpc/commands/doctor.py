@@ -54,7 +54,7 @@ def _facts(diagnosis: Diagnosis) -> str:
     if diagnosis.cause:
         parts.append(diagnosis.cause)
     if diagnosis.component:
-        parts.append(f"{diagnosis.component} rank {diagnosis.rank}")
+        parts.append(diagnosis.component + (f" rank {diagnosis.rank}" if diagnosis.rank is not None else ""))
     if diagnosis.exit_code is not None:
         parts.append(f"exit code {diagnosis.exit_code}")
     return " | ".join(parts)

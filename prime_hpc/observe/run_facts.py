@@ -82,8 +82,12 @@ class RunFacts:
             return [process.name for process in self.plan.processes]
         return sorted({log.process for log in self.logs})
 
+    def members(self, unit: str) -> list[str]:
+        """The processes that restart together as `unit`; a process is a unit too."""
+        return [name for name in self.processes if unit in (name, name.rpartition("-")[0])]
+
     def component(self, process: str) -> str:
-        """The component of a process; of one that the plan does not know, the first word of its name."""
+        """The component of a process or unit; of one that the plan does not know, the first word of its name."""
         known = {p.name: p.component for p in self.plan.processes}
         return known.get(process, process.partition("-")[0])
 

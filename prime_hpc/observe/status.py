@@ -72,18 +72,29 @@ def _phase(facts: RunFacts) -> str:
 
 
 def _process(name: str, facts: RunFacts) -> ProcessStatus:
-    record, beat = facts.records.get(name), facts.beats.get(name)
+    beat = facts.beats.get(name)
     wait = beat.wait if beat else None
     return ProcessStatus(
         name=name,
         component=facts.component(name),
-        state=record.state if record else "waiting",
+        state=_state(name, facts),
         restarts=max((log.restart for log in facts.logs if log.process == name), default=0),
         doing=beat.doing if beat else "",
         wait=WaitStatus(what=wait.what, owner=wait.owner, seconds=facts.now - wait.since, deadline_s=wait.deadline_s)
         if wait
         else None,
     )
+
+
+def _state(name: str, facts: RunFacts) -> str:
+    """What a process last said of itself, unless it has ended since."""
+    record = facts.records.get(name)
+    exits = [
+        e for e in facts.events if (e.process, e.kind) == (name, "exit") and e.time >= (record.time if record else 0)
+    ]
+    if exits and exits[-1].exit_code != 0:
+        return f"exit {exits[-1].exit_code}"
+    return record.state if record else "waiting"
 
 
 def _newest(steps: dict[int, dict[str, Any]], name: str) -> float | None:

@@ -103,8 +103,8 @@ def test_an_error_that_nobody_knows_is_named_and_the_verdict_is_unknown(tmp_path
 
 def test_an_error_that_was_survived_is_not_the_cause(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
-    log = ("<10> ERROR   trainer-0 checkpoint 20 could not be written to /runs/mine/checkpoints (OSError(28, 'No space left "
-           "on device')); there is no checkpoint yet. The run goes on; free space before the next save\n"
+    log = ("<10> ERROR   trainer-0 checkpoint 20 could not be written to /runs/mine/checkpoints (OSError(28, 'No space "
+           "left on device')); there is no checkpoint yet. The run goes on; free space before the next save\n"
            "<12> WARNING trainer-0 CUDA out of memory, retrying\n"
            "Traceback (most recent call last):\n"
            "OSError: [Errno 30] Read-only file system\n"
@@ -155,7 +155,8 @@ def test_a_kill_that_the_supervisor_saw_the_kernel_do_is_want_of_memory(tmp_path
 def test_the_kill_of_a_job_step_is_read_from_slurm(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
     run.log("env-words-0", "<2> INFO    env-words-0 ready\n"
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=30.3. Some of the step tasks have been OOM Killed.\n"
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=30.3. Some of the step tasks have been OOM "
+            "Killed.\n"
             "srun: error: node7: task 0: Out Of Memory\n", at=50)  # fmt: skip
     run.event("exit", at=50, process="env-words-0", exit_code=137)
     diagnosis = run.diagnose(now=100)

@@ -168,6 +168,31 @@ def test_a_hang_that_the_supervisor_declared_leads_along_the_waits(run: RunDir) 
     ]
 
 
+def test_of_a_job_step_the_rank_whose_log_speaks(run: RunDir) -> None:
+    run.log("trainer-0", f"Traceback (most recent call last):\n{RESET}\n", at=100)
+    run.log("trainer-1", "<90> INFO    trainer-1 step 8\nOutOfMemoryError: CUDA out of memory.\n", at=100)
+    run.event("exit", at=101, unit="trainer", exit_code=137)
+    diagnosis = run.diagnose(now=200)
+    assert (diagnosis.process, diagnosis.rank, diagnosis.cause) == ("trainer-1", 1, "CUDA out of memory")
+
+
+def test_of_a_job_step_that_says_nothing_the_exit_code(run: RunDir) -> None:
+    for rank in range(2):
+        run.log(f"trainer-{rank}", f"<90> INFO    trainer-{rank} step 8\n", at=100)
+    run.event("exit", at=101, unit="trainer", exit_code=137)
+    diagnosis = run.diagnose(now=200)
+    assert (diagnosis.process, diagnosis.component, diagnosis.rank) == ("trainer", "trainer", None)
+    assert (diagnosis.cause, diagnosis.exit_code, diagnosis.followed) == ("killed", -9, [])
+
+
+def test_of_a_hung_unit_the_process_that_waits_for_none_of_its_own(run: RunDir) -> None:
+    run.beat("trainer-0", at=590, wait=("all_reduce", "trainer-1", 100, 300))
+    run.beat("trainer-1", at=590, doing="step 9")
+    run.event("hang", at=600, unit="trainer", reason="no progress for 500 s")
+    diagnosis = run.diagnose(now=700)
+    assert (diagnosis.process, diagnosis.rank, diagnosis.cause) == ("trainer-1", 1, "hang")
+
+
 def test_waits_in_a_circle_end(run: RunDir) -> None:
     run.beat("trainer-0", at=590, wait=("x", "trainer-1", 100, 300))
     run.beat("trainer-1", at=590, wait=("y", "trainer-0", 100, 300))

@@ -43,12 +43,20 @@ def find_first(findings: list[Finding], facts: RunFacts) -> Blame:
     if not roots:
         return _follow(findings, facts)
     root = min(roots, key=_moment)
-    names = waits.chain(root.failure.process, facts) if root.cause is HANG else [root.failure.process]
+    names = waits.chain(_idle(root.failure.process, facts), facts) if root.cause is HANG else [root.failure.process]
     return Blame(process=names[-1], cause=root.cause, finding=root, chain=names)
 
 
-def _moment(finding: Finding) -> float:
-    return finding.failure.time + (UNKNOWN_LAG_S if finding.cause is UNCAUGHT else 0.0)
+def _moment(finding: Finding) -> tuple[float, bool]:
+    """When it failed; of the same moment, what a log tells comes before what an exit code tells."""
+    return finding.failure.time + (UNKNOWN_LAG_S if finding.cause is UNCAUGHT else 0.0), finding.line is None
+
+
+def _idle(unit: str, facts: RunFacts) -> str:
+    """The process of a hung unit that does not wait for another, else its first; the unit where nothing is known."""
+    members = facts.members(unit)
+    free = [name for name in members if name in facts.beats and facts.beats[name].wait is None]
+    return next(iter(free + members), unit)
 
 
 def _follow(symptoms: list[Finding], facts: RunFacts) -> Blame:

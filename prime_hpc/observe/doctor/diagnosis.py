@@ -72,7 +72,7 @@ def diagnose(facts: RunFacts) -> Diagnosis:
         return _answer(facts, "unknown", "the run was never started: there is only its plan")
     if facts.complete:
         return _answer(facts, "complete", f"nothing is wrong: the run is complete, {_progress(facts)}")
-    findings = [examine(failure, facts) for failure in find_failures(facts)]
+    findings = [f for failure in find_failures(facts) if not (f := examine(failure, facts)).says_nothing]
     if not findings and not facts.events and not facts.records:
         findings = examine_logs(facts)
     if facts.live:
@@ -116,7 +116,7 @@ def _blamed(blame: Blame, findings: list[Finding], facts: RunFacts) -> Diagnosis
     return msgspec.structs.replace(
         _verdict(facts, blame.cause, blame.finding.groups, evidence_of(blame, facts), blame.process, failure.time),
         exit_code=failure.exit_code if own else None,
-        followed=followers(blame, findings),
+        followed=followers(blame, findings, facts),
     )
 
 
@@ -125,13 +125,13 @@ def _verdict(
 ) -> Diagnosis:
     run = str(facts.paths.root)
     fields = {"process": process or "", "run": run, **groups, "install": how_to_install(groups)}
-    known = process in facts.processes
+    members = facts.members(process) if process else []
     return msgspec.structs.replace(
         _answer(facts, "unknown" if cause is UNCAUGHT else "failed", cause.says.format(**fields)),
         cause=cause.name,
         process=process,
-        component=facts.component(process) if process and known else None,
-        rank=int(process.rpartition("-")[2]) if process and known else None,
+        component=facts.component(members[0]) if members else None,
+        rank=int(members[0].rpartition("-")[2]) if members == [process] else None,
         time=time,
         evidence=evidence,
         remedy=_remedy(cause.remedy.format(**fields), facts),

@@ -44,10 +44,11 @@ def evidence_of(blame: Blame, facts: RunFacts) -> list[Evidence]:
     return found
 
 
-def followers(blame: Blame, findings: list[Finding]) -> list[str]:
+def followers(blame: Blame, findings: list[Finding], facts: RunFacts) -> list[str]:
     """What failed after it, with the delay."""
     begin = blame.finding.failure.time
-    later = [f for f in findings if f.failure.process not in (blame.process, blame.finding.failure.process)]
+    told = {blame.process, blame.finding.failure.process}
+    later = [f for f in findings if told.isdisjoint([f.failure.process, *facts.members(f.failure.process)])]
     texts = [f"{f.failure.process}: {f.cause.name}, {f.failure.time - begin:+.1f} s" for f in later]
     more = len(texts) - MAX_FOLLOWERS
     return texts[:MAX_FOLLOWERS] + ([f"and {more} more"] if more > 0 else [])

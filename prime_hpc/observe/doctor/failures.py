@@ -46,6 +46,13 @@ class Finding:
     log: LogFile | None = None
     line: LogLine | None = None
 
+    @property
+    def says_nothing(self) -> bool:
+        """A suspect in whose log and records there is no failure at all."""
+        return (
+            self.cause is UNCAUGHT and self.line is None and not self.failure.error and self.failure.exit_code is None
+        )
+
 
 def find_failures(facts: RunFacts) -> list[Failure]:
     """The first failure of every process that did not recover, in order of time.
@@ -53,12 +60,13 @@ def find_failures(facts: RunFacts) -> list[Failure]:
     What happened after the attempt was told to end, and what the supervisor killed because of an earlier failure, is
     left out.
     """
-    failures = {failure.process: failure for failure in reversed(_failed_events(facts.events))}
+    ended = _failed_events(facts.events)
+    failures = {f.process: f for failure in reversed(ended) for f in [*_suspects(failure, facts), failure]}
     limit = facts.ending.time if facts.ending else facts.now
     for name, record in facts.records.items():
         if record.state != "failed":
             continue
-        if name not in failures and record.time <= limit and not _recovered(record, facts.events):
+        if name not in failures and record.time <= limit and not _recovered(record, facts):
             failures[name] = Failure(process=name, time=record.time, error=record.error)
         elif name in failures and record.time <= failures[name].time + SETTLE_S:
             failures[name] = replace(failures[name], time=record.time, error=record.error)
@@ -78,8 +86,8 @@ def examine(failure: Failure, facts: RunFacts) -> Finding:
         found = _in_error(failure, causes, log, lines) or _in_log(failure, causes, log, lines)
         if found:
             return _with_memory(found, facts)
-    line = next((line for line in reversed(lines) if _ERROR.match(line.text)), lines[-1] if lines else None)
-    error = failure.error or (line and plain(line.text)) or f"exit code {failure.exit_code}, without a word"
+    line = next((line for line in reversed(lines) if _ERROR.match(line.text)), None)
+    error = failure.error or (plain(line.text) if line else f"exit code {failure.exit_code}, without a word")
     return Finding(failure=failure, cause=UNCAUGHT, groups={"error": error}, log=log, line=line)
 
 
@@ -103,6 +111,13 @@ def plain(text: str) -> str:
     """A log line without the clock and the name of who wrote it, where it reports an error."""
     found = _ERROR.match(text)
     return found["error"] if found else text.strip()
+
+
+def _suspects(failure: Failure, facts: RunFacts) -> list[Failure]:
+    """The processes of a unit that ended as one job step, whose exit code does not say which of them failed."""
+    if failure.process in facts.processes or (failure.event and failure.event.kind == "hang"):
+        return []
+    return [replace(failure, process=name, exit_code=None) for name in facts.members(failure.process)]
 
 
 def _failed_events(events: list[Event]) -> list[Failure]:
@@ -131,13 +146,9 @@ def _follows(event: Event, dooming: list[Event]) -> bool:
     return ended_here or (failed_before and _signal(event.exit_code) in (-signal.SIGKILL, -signal.SIGTERM))
 
 
-def _recovered(record: Record, events: list[Event]) -> bool:
-    return any(e.kind in ("recovered", "degrade") and e.time > record.time and _of(e, record.process) for e in events)
-
-
-def _of(event: Event, process: str) -> bool:
-    """Whether a process belongs to the unit of an event."""
-    return process in (event.unit, event.process) or process.rpartition("-")[0] == event.unit
+def _recovered(record: Record, facts: RunFacts) -> bool:
+    later = (e for e in facts.events if e.kind in ("recovered", "degrade") and e.time > record.time)
+    return any(record.process in facts.members(event.unit or "") for event in later)
 
 
 def _signal(code: int | None) -> int | None:
