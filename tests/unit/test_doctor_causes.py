@@ -101,6 +101,15 @@ def test_an_error_that_nobody_knows_is_named_and_the_verdict_is_unknown(tmp_path
     assert diagnosis.evidence[0].file == "logs/attempt_1/env-words-0.log"
 
 
+@pytest.mark.parametrize("code, said", [(3, "exit code 3, without a word"), (None, "its node is gone")])
+def test_an_exit_without_a_word_is_unknown(code: int | None, said: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "mine")
+    run.log("inference-0", "<3> INFO    inference-0 serving version 0.0 on port 4711\n", at=3)
+    run.event("exit", at=50, process="inference-0", exit_code=code, reason="" if code else said)
+    diagnosis = run.diagnose(now=100)
+    assert (diagnosis.verdict, diagnosis.headline) == ("unknown", f"inference-0 failed: {said}")
+
+
 def test_an_error_that_was_survived_is_not_the_cause(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
     log = ("<10> ERROR   trainer-0 checkpoint 20 could not be written to /runs/mine/checkpoints (OSError(28, 'No space "
@@ -150,6 +159,17 @@ def test_a_kill_that_the_supervisor_saw_the_kernel_do_is_want_of_memory(tmp_path
     run.event("exit", at=50, process="trainer-1", exit_code=-9, oom_kills=1)
     diagnosis = run.diagnose(now=100)
     assert (diagnosis.process, diagnosis.rank, diagnosis.cause) == ("trainer-1", 1, "out of host memory")
+
+
+def test_an_engine_that_died_with_a_kill_of_the_kernel_ran_out_of_memory(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "mine")
+    error = "InferenceFailure: the engine process died; its last lines are in this log"
+    run.log("inference-0", f"<50> ERROR   inference-0 {error}\n", at=50)
+    run.event("exit", at=50, process="inference-0", exit_code=1)
+    assert run.diagnose(now=100).cause == "engine died"
+    run.event("exit", at=50, process="inference-0", exit_code=1, oom_kills=1)
+    (run.paths.root / "events.jsonl").write_text((run.paths.root / "events.jsonl").read_text().splitlines()[1] + "\n")
+    assert run.diagnose(now=100).cause == "out of host memory"
 
 
 def test_the_kill_of_a_job_step_is_read_from_slurm(tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ KILLED = Cause(
     remedy="most often the kernel ran out of memory: look at the memory of the node, and give the job more or need "
     "less (fewer env.workers, a smaller trainer.micro_batch_tokens); otherwise somebody killed it by hand",
 )
+ENGINE_DIED = told(
+    "engine died",
+    r"Engine core initialization failed|EngineDeadError|EngineCore encountered|the engine process died|vLLM failed: ",
+    "the engine of {process} died without saying why",
+    "read its log; a cause that is missing there is often the kernel's out-of-memory killer",
+    symptom=True,
+)
 COLLECTIVE_TIMEOUT = told(
     "collective time-out",
     r"Watchdog caught collective operation timeout: .*OpType=(?P<what>\w+)"

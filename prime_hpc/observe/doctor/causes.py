@@ -5,6 +5,7 @@ import signal
 
 from prime_hpc.observe.doctor.cause import (
     COLLECTIVE_TIMEOUT,
+    ENGINE_DIED,
     KILLED,
     NODE_FAILURE,
     OUT_OF_HOST_MEMORY,
@@ -233,14 +234,7 @@ CAUSES = (
 )
 
 VAGUE = (
-    told(
-        "engine died",
-        r"Engine core initialization failed|EngineDeadError|EngineCore encountered|the engine process died"
-        r"|vLLM failed: ",
-        "the engine of {process} died without saying why",
-        "read its log; a cause that is missing there is often the out-of-memory killer",
-        symptom=True,
-    ),
+    ENGINE_DIED,
     told(
         "connection lost",
         r"BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectError",

@@ -75,24 +75,21 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     findings = [f for failure in find_failures(facts) if not (f := examine(failure, facts)).says_nothing]
     if not findings and not facts.events and not facts.records:
         findings = examine_logs(facts)
-    if facts.live:
-        return _of_live(findings, facts)
-    job = find_job_end(facts)
+    job = None if facts.live else find_job_end(facts)
     if job and (not findings or job.failure.time <= findings[0].failure.time + JOB_LAG_S):
         return _blamed(Blame(process=job.failure.process, cause=job.cause, finding=job, chain=[]), [], facts)
     if findings:
         return _blamed(find_first(findings, facts), findings, facts)
-    return _of_ended(facts)
+    return _of_live(facts) if facts.live else _of_ended(facts)
 
 
-def _of_live(findings: list[Finding], facts: RunFacts) -> Diagnosis:
-    if findings:
-        return _blamed(find_first(findings, facts), findings, facts)
+def _of_live(facts: RunFacts) -> Diagnosis:
+    """A run at work, in which no process has failed."""
     if beat := waits.overdue(facts) or waits.silent(facts):
         names = waits.chain(beat.process, facts)
         failure = Failure(process=beat.process, time=beat.wait.since if beat.wait else beat.time)
         finding = Finding(failure=failure, cause=HANG, groups={})
-        return _blamed(Blame(process=names[-1], cause=HANG, finding=finding, chain=names or [beat.process]), [], facts)
+        return _blamed(Blame(process=names[-1], cause=HANG, finding=finding, chain=names), [], facts)
     return _answer(facts, "healthy", f"nothing is wrong: {_progress(facts)}")
 
 

@@ -4,7 +4,7 @@ import re
 import signal
 from dataclasses import dataclass, replace
 
-from prime_hpc.observe.doctor.cause import HANG, KILLED, OUT_OF_HOST_MEMORY, UNCAUGHT, Cause
+from prime_hpc.observe.doctor.cause import ENGINE_DIED, HANG, KILLED, OUT_OF_HOST_MEMORY, UNCAUGHT, Cause
 from prime_hpc.observe.doctor.causes import CAUSES, JOB_CAUSES, VAGUE
 from prime_hpc.observe.events import Event, Record
 from prime_hpc.observe.logs import LogFile, LogLine
@@ -48,10 +48,10 @@ class Finding:
 
     @property
     def says_nothing(self) -> bool:
-        """A suspect in whose log and records there is no failure at all."""
-        return (
-            self.cause is UNCAUGHT and self.line is None and not self.failure.error and self.failure.exit_code is None
-        )
+        """A suspect in whose log and record there is no failure at all."""
+        failure = self.failure
+        suspect = failure.event is not None and failure.process not in (failure.event.process, failure.event.unit)
+        return suspect and self.cause is UNCAUGHT and self.line is None and not failure.error
 
 
 def find_failures(facts: RunFacts) -> list[Failure]:
@@ -87,7 +87,8 @@ def examine(failure: Failure, facts: RunFacts) -> Finding:
         if found:
             return _with_memory(found, facts)
     line = next((line for line in reversed(lines) if _ERROR.match(line.text)), None)
-    error = failure.error or (plain(line.text) if line else f"exit code {failure.exit_code}, without a word")
+    reason = failure.event.reason if failure.event else ""
+    error = failure.error or (plain(line.text) if line else reason or f"exit code {failure.exit_code}, without a word")
     return Finding(failure=failure, cause=UNCAUGHT, groups={"error": error}, log=log, line=line)
 
 
@@ -194,11 +195,11 @@ def _finding(
 
 
 def _with_memory(finding: Finding, facts: RunFacts) -> Finding:
-    """A kill where the kernel counts kills for want of memory was one of these."""
+    """A death without a reason, where the kernel counts kills for want of memory, was one of these."""
     record, event = facts.records.get(finding.failure.process), finding.failure.event
     here = facts.host if facts.host and record and record.host == facts.host.host else None
     counted = (event and event.oom_kills) or (here and here.oom_kills)
-    return replace(finding, cause=OUT_OF_HOST_MEMORY) if finding.cause is KILLED and counted else finding
+    return replace(finding, cause=OUT_OF_HOST_MEMORY) if finding.cause in (KILLED, ENGINE_DIED) and counted else finding
 
 
 def _job_end(log: LogFile, facts: RunFacts) -> Finding | None:
