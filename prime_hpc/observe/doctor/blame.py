@@ -47,9 +47,8 @@ def find_first(findings: list[Finding], facts: RunFacts) -> Blame:
     return Blame(process=names[-1], cause=root.cause, finding=root, chain=names)
 
 
-def _moment(finding: Finding) -> tuple[float, bool]:
-    """When it failed; of the same moment, what a log tells comes before what an exit code tells."""
-    return finding.failure.time + (UNKNOWN_LAG_S if finding.cause is UNCAUGHT else 0.0), finding.line is None
+def _moment(finding: Finding) -> float:
+    return finding.failure.time + (UNKNOWN_LAG_S if finding.cause is UNCAUGHT else 0.0)
 
 
 def _idle(unit: str, facts: RunFacts) -> str:

@@ -55,7 +55,7 @@ class Finding:
 
 
 def find_failures(facts: RunFacts) -> list[Failure]:
-    """The first failure of every process that did not recover, in order of time.
+    """The first failure of every process that did not recover, in order of time; of a job step, its processes first.
 
     What happened after the attempt was told to end, and what the supervisor killed because of an earlier failure, is
     left out.
