@@ -121,10 +121,10 @@ def test_logs_are_merged_by_time(run: RunDir, capsys: pytest.CaptureFixture[str]
 
 def test_logs_before_midnight_come_first(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     midnight = 86_400 - (START + time.localtime(START).tm_gmtoff) % 86_400
-    run.log("trainer-0", f"<{midnight - 60}> a\n<{midnight + 60}> c\n", at=midnight + 61)
+    run.log("trainer-0", f"<{midnight - 7200}> z\n<{midnight - 60}> a\n<{midnight + 60}> c\n", at=midnight + 61)
     run.log("trainer-1", f"<{midnight - 30}> b\n<{midnight + 90}> d\n", at=midnight + 91)
     assert logs.main([str(run.paths.root)]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["a", "b", "c", "d"]
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["z", "a", "b", "c", "d"]
 
 
 def test_logs_of_one_process_and_of_an_earlier_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
