@@ -117,7 +117,8 @@ SAVE = ("ERROR   trainer-0 checkpoint 20 could not be written to /runs/mine/chec
 def test_an_error_that_was_survived_is_not_the_cause(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
     log = (f"Traceback (most recent call last):\nOSError: [Errno 30] Read-only file system\n"
-           f"<20> INFO    trainer-0 step 21 | loss 0.0035\n<290> {SAVE}<292> WARNING trainer-0 CUDA out of memory, retrying\n"
+           f"<20> INFO    trainer-0 step 21 | loss 0.0035\n<290> {SAVE}"
+           f"<292> WARNING trainer-0 CUDA out of memory, retrying\n"
            f"Traceback (most recent call last):\nModuleNotFoundError: No module named 'wandb'\n")  # fmt: skip
     run.failed("trainer-0", "KeyError: 'x'", at=300, log=log)
     diagnosis = run.diagnose(now=400)
