@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     return cli.run(stop)
 
 
-def request(run_dir: Path, action: str, why: str, unit: str | None = None) -> Path:
-    """Ask the supervisor for `action`; returns the request's file, which the supervisor removes.
+def request(run_dir: Path, action: str, why: str) -> Path:
+    """Ask the supervisor for `action` on the whole run; returns the request's file, which the supervisor removes.
 
     Raises:
         InfrastructureFailure: the run does not work, so nobody would answer.
@@ -49,7 +49,7 @@ def request(run_dir: Path, action: str, why: str, unit: str | None = None) -> Pa
         raise InfrastructureFailure(f"{run_dir} has no supervisor at work, so there is nothing to {action}; "
                                     f"python -m prime_hpc.doctor {run_dir} says what became of it")  # fmt: skip
     path = RunPaths(run_dir).rendezvous / CONTROL / f"{uuid.uuid4().hex}.json"
-    write_json(path, {"action": action, "unit": unit, "why": why, "by": getpass.getuser(), "time": time.time()})
+    write_json(path, {"action": action, "unit": None, "why": why, "by": getpass.getuser(), "time": time.time()})
     return path
 
 
