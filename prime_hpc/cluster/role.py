@@ -19,7 +19,7 @@ from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.lease import LeaseReader
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.rendezvous import Rendezvous
+from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
@@ -54,6 +54,7 @@ class Role:
         self.secrets = secrets.load(self.paths.root)
         self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
         self.log = logging.getLogger(process.name)
+        self._leaving = False
         self.bind_host = "127.0.0.1" if plan.nodes == 1 else "0.0.0.0"
         """Interface to listen on: loopback unless the plan has several nodes."""
         self.advertised_host = "127.0.0.1" if plan.nodes == 1 else socket.gethostname()
@@ -72,6 +73,22 @@ class Role:
         """The run was asked to finish its step, save and leave."""
         return DRAIN_MARK in list_fresh(self.paths.rendezvous)
 
+    def on_terminate(self, leave: Callable[[], object]) -> Callable[..., None]:
+        """A handler for SIGTERM that calls `leave`.
+
+        Under Slurm it does so only for a SIGTERM of our own. Slurm sends one some time before it ends a job: until
+        then the run is drained, which takes every process.
+        """
+
+        def handle(*_: object) -> None:
+            on_slurm = STEP_VARIABLE in os.environ
+            if self._leaving or not on_slurm or STOPPING_MARK in list_fresh(self.paths.rendezvous):
+                leave()
+            else:
+                self.log.warning("Slurm sent SIGTERM: at work until the supervisor says otherwise")
+
+        return handle
+
     def start_watch(self, *, leave_when_complete: bool) -> None:
         """Leave by SIGTERM when the lease is lost or, for servers, once the run is complete."""
         threading.Thread(target=self._watch, args=(leave_when_complete,), name="watch", daemon=True).start()
@@ -89,6 +106,7 @@ class Role:
                 self._leave(0)
 
     def _leave(self, code: int) -> None:
+        self._leaving = True
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LEAVE_GRACE_S)
         os._exit(code)
@@ -112,6 +130,7 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
     role = Role(plan, plan.process(args.process))
     role.rendezvous.publish("starting")
     role.heart.start()
+    signal.signal(signal.SIGTERM, role.on_terminate(_die))
     role.start_watch(leave_when_complete=server)
     try:
         run(role)
@@ -125,6 +144,11 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
         role.log.error("%s: %s", type(error).__name__, error)
         sys.exit(EXIT_FINAL if isinstance(error, PrimeHPCError) and not error.restartable else 1)
     role.rendezvous.publish("done")
+
+
+def _die() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -5,17 +5,14 @@
 Exit code 0 once the run has ended (with --no-wait: once it was asked to), 2 where it does not work.
 """
 
-import getpass
 import sys
 import time
-import uuid
 from pathlib import Path
 
-from prime_hpc.cluster.files import write_json
+from prime_hpc.cluster import control
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.errors import InfrastructureFailure
-from prime_hpc.observe.events import CONTROL
 from prime_hpc.observe.run_facts import read_run
 
 POLL_S = 0.5
@@ -39,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     return cli.run(stop)
 
 
-def request(run_dir: Path, action: str, why: str) -> Path:
-    """Ask the supervisor for `action` on the whole run; returns the request's file, which the supervisor removes.
+def request(run_dir: Path, action: control.Action, why: str) -> None:
+    """Ask the supervisor for `action` on the whole run.
 
     Raises:
         InfrastructureFailure: the run does not work, so nobody would answer.
@@ -48,9 +45,7 @@ def request(run_dir: Path, action: str, why: str) -> Path:
     if not read_run(run_dir).live:
         raise InfrastructureFailure(f"{run_dir} has no supervisor at work, so there is nothing to {action}; "
                                     f"python -m prime_hpc.doctor {run_dir} says what became of it")  # fmt: skip
-    path = RunPaths(run_dir).rendezvous / CONTROL / f"{uuid.uuid4().hex}.json"
-    write_json(path, {"action": action, "unit": None, "why": why, "by": getpass.getuser(), "time": time.time()})
-    return path
+    control.ask(RunPaths(run_dir).control, action, why)
 
 
 def wait_for_end(run_dir: Path) -> None:

@@ -67,7 +67,7 @@ async def serve(role: Role, start: Start, listener: socket.socket) -> None:
                                        timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.leave)
+            loop.add_signal_handler(number, role.on_terminate(server.leave))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve([listener]))
             tasks.create_task(_publish(role, server, listener.getsockname()[1], policy.state().version))

@@ -10,7 +10,6 @@ from prime_hpc.cluster.files import list_fresh
 
 EVENTS = "events.jsonl"
 BEATS = "beats"
-CONTROL = "control"
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -1,7 +1,6 @@
 """The orchestrator's driver: sample without pause, cut a batch whenever one is due, follow the trainer's versions."""
 
 import asyncio
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +23,6 @@ from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
 from prime_hpc.transport.checkpoints import read_manifest
 from prime_hpc.transport.messages import PolicyVersion
-
-FOREVER_S = math.inf
-"""The wait of the driver itself: whoever is waited for has a deadline of its own."""
 
 DRAIN_POLL_S = 0.5
 
@@ -112,7 +108,7 @@ class Orchestrator:
         None once the run is asked to leave.
         """
         near = step - self.config.orchestrator.max_lead
-        with self.role.heart.waiting(f"version {near}", "trainer-0", FOREVER_S):
+        with self.role.heart.waiting(f"version {near}", "trainer-0", self.config.trainer.batch_timeout_s):
             await self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
         for _ in range(self.config.orchestrator.max_empty_batches):
             groups = await self._take()
@@ -129,7 +125,7 @@ class Orchestrator:
     async def _take(self) -> list[Group]:
         """Groups of one batch, in the order they finished; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
-        with self.role.heart.waiting(f"{size} finished rollouts", "environment", FOREVER_S):
+        with self.role.heart.waiting(f"{size} finished rollouts", "environment", self.config.trainer.batch_timeout_s):
             async with scheduler.changed:
                 await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size or self.drained)
         if self.drained:
