@@ -80,13 +80,16 @@ def _section(key: str, section: type) -> str:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Docstrings under the fields of a dataclass, by name of the field."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in zip(body, body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    """Docstrings under the fields of a dataclass and of those it inherits from, by name of the field."""
+    meanings: dict[str, str] = {}
+    for base in reversed([c for c in section.__mro__ if dataclasses.is_dataclass(c)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        meanings |= {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in zip(body, body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+    return meanings
 
 
 def _type(hint: Any) -> str:

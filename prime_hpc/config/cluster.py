@@ -70,18 +70,19 @@ class ComponentConfig(AllocationConfig):
 
 @dataclass(kw_only=True)
 class ComponentsConfig:
-    """What differs between components."""
+    """What differs between components: the orchestrator with the environment workers, on one node without GPUs; the
+    engines; the trainer, whose keys describe the whole allocation of slurm_single; evaluation, where a run has it."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
     orchestrator: ComponentConfig = field(default_factory=ComponentConfig)
-    """The orchestrator and the environment workers, on one node without GPUs."""
+    """The orchestrator and the environment workers."""
     inference: ComponentConfig = field(default_factory=ComponentConfig)
     """Engines."""
     trainer: ComponentConfig = field(default_factory=ComponentConfig)
-    """Trainer ranks. Under slurm_single these keys describe the nodes of the whole allocation."""
+    """Trainer ranks."""
     evaluator: ComponentConfig = field(default_factory=ComponentConfig)
-    """Evaluation processes, where a run has them."""
+    """Evaluation."""
 
 
 @dataclass(kw_only=True)

@@ -45,14 +45,10 @@ def parse_time(text: str) -> int | None:
     match = TIME.fullmatch(text)
     if match is None:
         return None
-    numbers = [int(match[part] or 0) for part in ("first", "second", "third")]
-    if match["days"] is not None:
-        hours, minutes, seconds = numbers
-    elif match["third"] is not None:
-        hours, minutes, seconds = numbers
-    else:
-        hours, minutes, seconds = 0, numbers[0], numbers[1]
-    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    first, second, third = (int(match[part] or 0) for part in ("first", "second", "third"))
+    if match["days"] is None and match["third"] is None:
+        return first * 60 + second
+    return int(match["days"] or 0) * 86400 + first * 3600 + second * 60 + third
 
 
 def _time(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -11,8 +11,9 @@ from submitit.core.utils import FailedJobError, JobPaths, UncompletedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.launchers.slurm.allocation import Job, jobs
+from prime_hpc.launchers.slurm.allocation import job_of, jobs
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
+from prime_hpc.plan.units import units
 
 LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "SUSPENDED")
 FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "CANCELLED")
@@ -92,8 +93,10 @@ class RunJob(SlurmJob[dict[str, Any]]):
         """`job_ids` are those of `jobs(plan)`, in the same order."""
         super().__init__(RunPaths(Path(plan.run_dir)).slurm, job_ids[0])
         self.job_ids = list(job_ids)
-        self._sub_jobs = [part for job, job_id in zip(jobs(plan), job_ids, strict=True)
-                          for part in _processes(plan, job, job_id)]  # fmt: skip
+        ids = {job.name: job_id for job, job_id in zip(jobs(plan), job_ids, strict=True)}
+        self._sub_jobs = [ProcessJob(RunPaths(Path(plan.run_dir)).slurm / unit.name, ids[job_of(plan, unit).name],
+                                     task, process)
+                          for unit in units(plan) for task, process in enumerate(unit.processes)]  # fmt: skip
 
     def process(self, name: str) -> ProcessJob:
         """The process of that name, e.g. `trainer-3`."""
@@ -121,12 +124,6 @@ class RunJob(SlurmJob[dict[str, Any]]):
         lost = [job for job in self._sub_jobs if job not in ended]
         errors = (job.exception() for job in [*ended, *lost])
         return next((error for error in errors if error is not None), None)
-
-
-def _processes(plan: RunPlan, job: Job, job_id: str) -> list[ProcessJob]:
-    folder = RunPaths(Path(plan.run_dir)).slurm
-    return [ProcessJob(folder / unit.name, job_id, task, process)
-            for unit in job.units(plan) for task, process in enumerate(unit.processes)]  # fmt: skip
 
 
 def _restart(log: Path) -> int:
