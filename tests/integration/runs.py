@@ -22,21 +22,11 @@ TINY = (
 )  # fmt: skip
 
 
-class LocalRun:
-    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
+class RunDirectory:
+    """What lies in the directory of a run."""
 
-    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
-        self.root = output_dir / name
-        env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-        command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
-                   f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-
-    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
-        """Exit code and output."""
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
+    def __init__(self, root: Path):
+        self.root = root
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -54,17 +44,19 @@ class LocalRun:
     def log(self, process: str, attempt: int = 1) -> str:
         return (self.root / "logs" / f"attempt_{attempt}" / f"{process}.log").read_text()
 
-    def wait_for_step(self, step: int) -> None:
-        """Return once the run has reported step `step`; fails where it ends before."""
-        for line in self.process.stdout:
-            found = re.search(r"\bstep (\d+)", line)
-            if found and int(found[1]) >= step:
-                return
-        raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
-
     @property
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.root / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def reported(self) -> list[int]:
+        """Steps in `metrics.jsonl`, as often as they are there."""
+        return [row["step"] for row in self.metrics if "loss" in row]
+
+    @property
+    def cut(self) -> list[int]:
+        """Steps whose batches were cut, by the journal."""
+        return [r.step for r, _ in read(self.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)]
 
     def ledger(self) -> dict[str, list[str]]:
         """Where every group that was ever opened went, by the journal: a batch, a reason for dropping it, or `open`."""
@@ -89,3 +81,28 @@ class LocalRun:
             if str(self.root) in line and "prime_hpc.launch" not in line:
                 mine.append(line)
         return mine
+
+
+class LocalRun(RunDirectory):
+    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
+
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
+        super().__init__(output_dir / name)
+        env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
+        command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+                   f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once the run has reported step `step`; fails where it ends before."""
+        for line in self.process.stdout:
+            found = re.search(r"\bstep (\d+)", line)
+            if found and int(found[1]) >= step:
+                return
+        raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
