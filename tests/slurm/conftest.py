@@ -21,5 +21,6 @@ def slurm_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmSan
 @pytest.fixture
 def slurm(slurm_sandbox: SlurmSandbox) -> Iterator[SlurmSandbox]:
     """The session's sandbox, whose jobs end with the test."""
+    before = slurm_sandbox.jobs()
     yield slurm_sandbox
-    slurm_sandbox.cancel_jobs()
+    slurm_sandbox.cancel(slurm_sandbox.jobs() - before)

@@ -1,11 +1,12 @@
 """What Slurm does with heterogeneous jobs, as docs/slurm_sandbox.md says it; the launcher is built on this."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.hetjobs import Component, submit
+from tests.slurm.hetjobs import Component, HetJob, submit
 from tools.slurm_sandbox import SlurmSandbox
 from tools.slurm_sandbox.waiting import wait_for
 
@@ -17,6 +18,17 @@ RUN = [
     Component("--job-name=trainer --partition=gpu --gpus-per-node=virtual:1", nodes=2, tasks=2),
 ]
 SPREAD = ["node0", "node[1-2]", "node[3-4]"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm_sandbox: SlurmSandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HetJob]:
+    """A job whose limit is a minute and whose batch script asked to be told 50 s before. Slurm looks every 30 s, so
+    the job starts before all tests and the last one asks for it."""
+    parts = [Component("--partition=cpu --time=1 --signal=B:USR1@50"), Component("--partition=gpu --nodelist=node4")]
+    job = submit(slurm_sandbox, tmp_path_factory.mktemp("limited"), parts)
+    job.wait_for_tasks()
+    yield job
+    slurm_sandbox.cancel({job.id} & slurm_sandbox.jobs())
 
 
 def test_variables_of_a_step_and_the_states_of_its_job(slurm: SlurmSandbox, tmp_path: Path):
@@ -90,11 +102,9 @@ def test_losing_a_node_requeues_the_whole_job(slurm: SlurmSandbox, tmp_path: Pat
     job = submit(slurm, tmp_path, RUN)
     job.wait_for_tasks()
     lose(slurm, "node2")
-    slurm.wait(job.id, "PENDING")
+    assert len(slurm.wait(job.id, "PENDING")) == 3
+    assert [job.signals(group) for group in (0, 2)] == [["SIGCONT", "SIGTERM"]] * 2
     slurm.restart_slurmd("node2")
-    job.wait_for_tasks(starts=2)
-    assert {job.env(group)["SLURM_RESTART_COUNT"] for group in range(3)} == {"1"}
-    assert job.signals(0) == ["SIGCONT", "SIGTERM"]
 
 
 def test_with_no_kill_and_a_component_of_one_node_the_leader_is_requeued_alone(slurm: SlurmSandbox, tmp_path: Path):
@@ -107,17 +117,22 @@ def test_with_no_kill_and_a_component_of_one_node_the_leader_is_requeued_alone(s
 
 
 def test_with_no_kill_and_two_nodes_a_component_the_job_goes_on(slurm: SlurmSandbox, tmp_path: Path):
-    pair = [Component("--partition=all", nodes=2), Component("--partition=gpu", nodes=2)]
+    pair = [Component("--nodelist=node[0-1]", nodes=2), Component("--nodelist=node[2-3]", nodes=2)]
     job = submit(slurm, tmp_path, with_no_kill(pair), "--no-kill")
     job.wait_for_tasks()
-    lost = job.env(1, 1)["SLURMD_NODENAME"]
-    lose(slurm, lost)
+    lose(slurm, "node3")
     wait_for(lambda: "Node failure" in (tmp_path / f"slurm-{job.id}.out").read_text(), "srun's complaint", "srun", 30.0)
     slurm.run(["scancel", "--signal=USR1", job.id])
     for task in [(0, 0), (0, 1), (1, 0)]:
         job.wait_for_signal("SIGUSR1", *task)
     assert set(slurm.states(job.id).values()) == {"RUNNING"}
-    slurm.restart_slurmd(lost)
+    slurm.restart_slurmd("node3")
+
+
+def test_signal_before_the_limit_reaches_the_batch_script_alone(limited: HetJob):
+    wait_for(limited.batch_signals, "USR1", "slurmctld", 60.0)
+    assert limited.batch_signals()[0] == "USR1"
+    assert ["SIGUSR1" in limited.signals(group) for group in range(2)] == [False, False]
 
 
 def with_no_kill(components: list[Component]) -> list[Component]:

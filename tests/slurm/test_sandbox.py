@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from prime_hpc.errors import InfrastructureFailure
+from tests.slurm.hetjobs import TASK, Component, HetJob
 from tools.slurm_sandbox import SlurmSandbox
 from tools.slurm_sandbox.waiting import wait_for
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
+CLI = [sys.executable, "-m", "tools.slurm_sandbox"]
 DESCRIBE = "echo $SLURMD_NODENAME $(hostname) $(getent hosts $SLURMD_NODENAME)"
 
 
@@ -61,11 +63,26 @@ def test_jobs_and_new_partitions_outlive_a_restart_of_the_controller(slurm: Slur
     assert slurm.log("slurmctld").count("slurmctld version") == 2
 
 
-def test_restart_of_slurmd_keeps_its_tasks(slurm: SlurmSandbox):
+def test_tasks_outlive_a_slurmd_that_is_back_in_time(slurm: SlurmSandbox):
     job = slurm.submit("--nodelist=node3", "--output=/dev/null", "--wrap=sleep 2")
     slurm.wait(job, "RUNNING")
+    slurm.kill_slurmd("node3")
     slurm.restart_slurmd("node3")
     assert slurm.wait(job, "COMPLETED") == {job: "COMPLETED"}
+
+
+def test_a_silent_nodes_job_is_requeued_while_its_tasks_run_on(slurm: SlurmSandbox, tmp_path: Path):
+    command = f"exec {sys.executable} {TASK} 0.0 end"
+    job = slurm.submit(f"--chdir={tmp_path}", "--nodelist=node4", f"--wrap={command}")
+    task = HetJob(slurm, tmp_path, job, [Component("")])
+    task.wait_for_tasks()
+    slurm.kill_slurmd("node4")
+    slurm.wait(job, "PENDING")
+    assert slurm.node_state("node4") == "down*"
+    assert psutil.pid_exists(int(task.env(0)["SLURM_TASK_PID"]))
+    assert task.signals(0) == []
+    task.finish()
+    slurm.restart_slurmd("node4")
 
 
 def test_accounting_has_an_exit_code_and_the_reason_of_the_end(slurm: SlurmSandbox):
@@ -76,21 +93,28 @@ def test_accounting_has_an_exit_code_and_the_reason_of_the_end(slurm: SlurmSandb
     assert row == "3:0\n"
 
 
-def test_another_sandbox_beside_it_leaves_no_process_behind(slurm: SlurmSandbox, tmp_path: Path):
-    cli = [sys.executable, "-m", "tools.slurm_sandbox"]
-    there = ["--dir", str(tmp_path / "other")]
-    subprocess.run([*cli, "up", *there, "--nodes", "2", "--cpus", "1", "--gpus", "0"], cwd=ROOT, check=True)
-    lines = subprocess.run([*cli, "env", *there], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+def test_another_sandbox_beside_it_leaves_no_process_behind(slurm: SlurmSandbox, other: Path, tmp_path: Path):
+    lines = subprocess.run([*CLI, "env", "--dir", other], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     ask = f"{lines}\nsinfo --noheader --format='%R %D %G'\nsbatch --parsable --nodes=2 --wrap='sleep 300'"
     seen = subprocess.run(["bash", "-c", ask], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert seen.splitlines() == ["all 2 (null)", "cpu 1 (null)", "preemptible 2 (null)", "1"]
-    other = SlurmSandbox.attach(tmp_path / "other")
-    other.wait("1", "RUNNING")
-    assert len(carrying(tmp_path / "other")) >= 4
-    other.kill_slurmd("node1")
-    subprocess.run([*cli, "down", *there], cwd=ROOT, check=True)
-    assert carrying(tmp_path / "other") == []
+    sandbox = SlurmSandbox.attach(other)
+    sandbox.wait("1", "RUNNING")
+    assert len(carrying(other)) >= 4
+    sandbox.kill_slurmd("node1")
+    subprocess.run([*CLI, "down", "--dir", other], cwd=ROOT, check=True)
+    assert carrying(other) == []
     assert slurm.run(["sinfo", "--noheader", "--partition=all", "--format=%D %T"]).stdout == "5 idle\n"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a sandbox that the command line started."""
+    directory = tmp_path / "other"
+    size = ["--nodes", "2", "--cpus", "1", "--gpus", "0"]
+    subprocess.run([*CLI, "up", "--dir", directory, *size], cwd=ROOT, check=True)
+    yield directory
+    SlurmSandbox.attach(directory).down()
 
 
 def test_a_directory_that_is_no_sandbox_is_refused(slurm: SlurmSandbox, tmp_path: Path):

@@ -16,6 +16,7 @@ from tools.slurm_sandbox.waiting import wait_for
 
 CANCEL_S = 15.0
 COMMAND_S = 120.0
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"}
 READY = ("idle", "mixed", "allocated", "completing")
 
 
@@ -64,7 +65,7 @@ class SlurmSandbox:
         """Cancel the jobs, stop the daemons, end what is left of the jobs. The logs stay."""
         try:
             if daemons.find(self.layout, "slurmctld"):
-                self.cancel_jobs()
+                self.cancel(self.jobs())
         finally:
             self._stop_daemons()
 
@@ -103,21 +104,34 @@ class SlurmSandbox:
         """The components' states once each is one of `states`.
 
         Raises:
+            InfrastructureFailure: one of them ended otherwise.
             DeadlineExceeded: they did not get there within `timeout_s` seconds.
         """
-        wanted = f"{' or '.join(states)} of job {job}"
-        return wait_for(lambda: _all_in(self.states(job), states), wanted, "slurmctld", timeout_s)
+        wanted = " or ".join(states)
 
-    def cancel_jobs(self) -> None:
-        """Cancel every job and wait until none is left."""
+        def reached() -> dict[str, str]:
+            now = self.states(job)
+            missing = set(now.values()) - set(states)
+            if missing & ENDED:
+                raise InfrastructureFailure(f"job {job} will not be {wanted}: {now}; see its output")
+            return {} if missing else now
+
+        return wait_for(reached, f"{wanted} of job {job}", "slurmctld", timeout_s)
+
+    def jobs(self) -> set[str]:
+        """Ids of the jobs that have not ended, of heterogeneous ones the leaders'."""
+        listed = self.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
+        return {re.split(r"[+_]", job)[0] for job in listed}
+
+    def cancel(self, jobs: set[str]) -> None:
+        """Cancel these and wait until they have ended."""
         for node in self.layout.names:
             if not self._alive(slurmd_name(node)):
                 # Jobs of a node that cannot answer would be completing until it is given up.
                 self.give_up(node)
-        listed = self.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
-        if leaders := {re.split(r"[+_]", job)[0] for job in listed}:
-            self.run(["scancel", *leaders], check=False)
-            wait_for(self._has_no_jobs, "the end of all jobs", "slurmctld", CANCEL_S)
+        if jobs:
+            self.run(["scancel", *jobs], check=False)
+            wait_for(lambda: not jobs & self.jobs(), f"the end of jobs {', '.join(jobs)}", "slurmctld", CANCEL_S)
 
     def add_partition(self, name: str, nodes: Sequence[str], **options: str) -> None:
         """Add a partition, e.g. `add_partition("short", ["node1"], MaxTime="1", PriorityTier="20")`."""
@@ -157,9 +171,6 @@ class SlurmSandbox:
     def log(self, name: str) -> str:
         """Text of a daemon's log: `slurmctld`, `slurmd-node0`, ..., `slurmdbd`, `mariadbd`, `munged`."""
         return self.layout.log(name).read_text(errors="replace")
-
-    def _has_no_jobs(self) -> bool:
-        return not self.run(["squeue", "--noheader"]).stdout
 
     def _start_daemons(self) -> None:
         daemons.start(self.layout, "munged", startup.munged_command(self.layout))
@@ -208,7 +219,3 @@ def slurmd_name(node: str) -> str:
 def _fields(lines: str) -> dict[str, str]:
     """First to second field of lines such as `7+0|RUNNING`."""
     return dict(line.split("|", 1) for line in lines.splitlines())
-
-
-def _all_in(states: dict[str, str], wanted: Sequence[str]) -> dict[str, str]:
-    return states if set(states.values()) <= set(wanted) else {}
