@@ -27,7 +27,8 @@ from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 COMPLETE_MARK = "complete"
 DRAIN_MARK = "drain"
 STOPPING_MARK = "stopping"
-"""The supervisor is ending every process: a SIGTERM without it comes from somebody else."""
+UNIT_VARIABLE = "PRIME_HPC_UNIT"
+"""Tells a task under Slurm which unit it belongs to; SLURM_PROCID then says which of its processes it is."""
 LEAVE_GRACE_S = 10.0
 EXIT_FENCED = 75
 """Exit code of a process that left because its attempt lost the lease."""
@@ -81,8 +82,7 @@ class Role:
         """
 
         def handle(*_: object) -> None:
-            on_slurm = STEP_VARIABLE in os.environ
-            if self._leaving or not on_slurm or STOPPING_MARK in list_fresh(self.paths.rendezvous):
+            if self._leaving or STEP_VARIABLE not in os.environ or is_stopping(self.paths, os.environ[UNIT_VARIABLE]):
                 leave()
             else:
                 self.log.warning("Slurm sent SIGTERM: at work until the supervisor says otherwise")
@@ -110,6 +110,16 @@ class Role:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LEAVE_GRACE_S)
         os._exit(code)
+
+
+def stopping_mark(unit: str) -> str:
+    """The mark of one unit that the supervisor is ending."""
+    return f"{STOPPING_MARK}.{unit}"
+
+
+def is_stopping(paths: RunPaths, unit: str) -> bool:
+    """Whether the supervisor is ending `unit`, or everything: a SIGTERM at another time comes from somebody else."""
+    return not {STOPPING_MARK, stopping_mark(unit)}.isdisjoint(list_fresh(paths.rendezvous))
 
 
 def main(run: Callable[[Role], None], *, server: bool) -> None:

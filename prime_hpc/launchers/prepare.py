@@ -81,7 +81,7 @@ class RunStart:
         for directory in (paths.logs(self.plan.attempt), paths.rendezvous, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         for name in list_fresh(paths.rendezvous):
-            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK, STOPPING_MARK):
+            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK) or name.startswith(STOPPING_MARK):
                 (paths.rendezvous / name).unlink()
         # weights too: the first version is published anew, and nobody may read an old one of that name meanwhile
         for directory in (paths.acks, paths.exits, paths.rendezvous / FOLDER, paths.control, paths.batches,

@@ -21,7 +21,7 @@ from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
-from prime_hpc.transport.checkpoints import read_manifest
+from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, read_manifest
 from prime_hpc.transport.messages import PolicyVersion
 
 DRAIN_POLL_S = 0.5
@@ -32,7 +32,7 @@ class Orchestrator:
 
     def __init__(self, role: Role):
         self.role, self.config = role, role.config
-        checkpoint = read_manifest(Path(role.plan.checkpoint)) if role.plan.checkpoint else None
+        checkpoint = _covering(role)
         self.start_step = checkpoint.step if checkpoint else 0
         self.journal = open_journal(role, checkpoint)
         self.lineages = Lineages(read_forks(role.paths.forks))
@@ -192,3 +192,10 @@ class Orchestrator:
         self.ledger.close()
         self.role.reach("shutdown.after")
         self.role.mark_complete()
+
+
+def _covering(role: Role) -> CheckpointManifest | None:
+    """The checkpoint behind which batches are needed: the plan's, or later in the attempt the newest there is."""
+    newest = find_latest(role.paths.checkpoints, read_forks(role.paths.forks)) if role.restart else None
+    path = newest or role.plan.checkpoint
+    return read_manifest(Path(path)) if path else None

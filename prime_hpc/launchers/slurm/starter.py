@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import RESTART_VARIABLE, STOPPING_MARK
+from prime_hpc.cluster.role import RESTART_VARIABLE, STOPPING_MARK, stopping_mark
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
 from prime_hpc.launchers.slurm.task import log_file
 from prime_hpc.launchers.supervisor import Running
@@ -67,6 +67,7 @@ class StepStarter:
         self._paths = RunPaths(Path(plan.run_dir))
 
     def start(self, unit: Unit, restart: int) -> StepUnit:
+        (self._paths.rendezvous / stopping_mark(unit.name)).unlink(missing_ok=True)
         for process in unit.processes:
             (self._paths.exits / f"{process.name}.json").unlink(missing_ok=True)
         environment = {**step_environment(os.environ), RESTART_VARIABLE: str(restart)}
@@ -83,6 +84,7 @@ class StepStarter:
             subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], capture_output=True)
             _wait(units, grace_s)
         for unit in units:
+            (self._paths.rendezvous / stopping_mark(unit.unit.name)).touch()
             if unit.srun.poll() is None:
                 unit.srun.send_signal(signal.SIGTERM)
         _wait(units, SRUN_LEAVES_S)
