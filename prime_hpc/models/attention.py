@@ -162,7 +162,9 @@ def _torch_kernel() -> Kernel:
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
         # torch 2.11 wants as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(q.contiguous(), k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
+        return _first(
+            varlen_attn(q.contiguous(), k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
+        )
 
     return attend
 
@@ -173,11 +175,14 @@ def _flash_kernel(module: str) -> Kernel:
 
     @torch.compiler.disable  # version 4 compiles its kernels by itself
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-        output = function(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
-                          max_seqlen_k=longest, softmax_scale=scale, causal=True)  # fmt: skip
-        return output[0] if isinstance(output, tuple) else output
+        return _first(function(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
+                               max_seqlen_k=longest, softmax_scale=scale, causal=True))  # fmt: skip
 
     return attend
+
+
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _pick(x: Tensor, places: Tensor) -> Tensor:
@@ -192,7 +197,7 @@ def _flash(module: str, *majors: int) -> _Varlen:
 _VARLEN = {
     "flash_attention_3": _flash("flash_attn_interface", 9),
     "flash_attention_4": _flash("flash_attn.cute", 9, 10, 11),
-    "flash_attention_2": _flash("flash_attn", 8, 9, 10, 12),
+    "flash_attention_2": _flash("flash_attn.flash_attn_interface", 8, 9, 10, 12),
     "varlen": _Varlen("torch.nn.attention.varlen", (8, 9, 10, 12), _torch_kernel),
 }
 """From fastest to slowest where several run on a device. Version 3 is written for Hopper and leads there."""

@@ -14,14 +14,8 @@ from prime_hpc.models.moe import MixtureOfExperts, Routing
 
 def build_block(config: Glm4MoeConfig, layer: int) -> Block:
     """The first `first_k_dense_replace` layers are dense."""
-    attention = Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        bias=config.attention_bias,
-        head_norm_eps=config.rms_norm_eps if config.use_qk_norm else None,
-    )
+    head_norm_eps = config.rms_norm_eps if config.use_qk_norm else None
+    attention = Attention(config, bias=config.attention_bias, head_norm_eps=head_norm_eps)
     dense = layer < config.first_k_dense_replace
     mlp = SwiGLU(config.hidden_size, config.intermediate_size) if dense else _build_experts(config)
     return Block(config.hidden_size, config.rms_norm_eps, attention, mlp)

@@ -69,7 +69,8 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         [m, n].
     """
-    return multiply_by_kernel(rows, weights, counts) if _has_kernel(rows) else multiply_by_loop(rows, weights, counts)
+    multiply = multiply_by_kernel if _has_kernel(rows, weights) else multiply_by_loop
+    return multiply(rows, weights, counts)
 
 
 def multiply_by_kernel(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -83,5 +84,8 @@ def multiply_by_loop(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([part @ weight.T for part, weight in groups])
 
 
-def _has_kernel(rows: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
+    """Half precision on a GPU, and rows of whole 16 bytes on both sides."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[1:]):
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= (8, 0)

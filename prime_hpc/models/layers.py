@@ -2,10 +2,11 @@
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from transformers import PreTrainedConfig
 
 from prime_hpc.models.attention import Attend
 from prime_hpc.models.moe import MixtureOfExperts
-from prime_hpc.models.rotary import Rotation, rotate
+from prime_hpc.models.rotary import Rotation, head_dim_of, rotate
 
 
 class Attention(nn.Module):
@@ -16,17 +17,15 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        config: PreTrainedConfig,
         *,
         bias: bool = False,
         output_bias: bool = False,
         head_norm_eps: float | None = None,
     ):
         super().__init__()
-        self.head_dim = head_dim
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = head_dim = head_dim_of(config)
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)

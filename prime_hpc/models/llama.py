@@ -8,14 +8,7 @@ from prime_hpc.models.layers import Attention, Block, SwiGLU
 
 def build_block(config: LlamaConfig, layer: int) -> Block:
     """All layers are alike."""
-    attention = Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        bias=config.attention_bias,
-        output_bias=config.attention_bias,
-    )
+    attention = Attention(config, bias=config.attention_bias, output_bias=config.attention_bias)
     mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
     return Block(config.hidden_size, config.rms_norm_eps, attention, mlp)
 

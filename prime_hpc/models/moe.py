@@ -34,6 +34,9 @@ class Routing:
 class Router(nn.Module):
     """Scores in float32 whatever the dtype of the states, since a rounded score can choose another expert."""
 
+    score_correction: Tensor | None
+    """float32[experts]; a buffer, as no gradient reaches it."""
+
     def __init__(self, hidden: int, routing: Routing):
         super().__init__()
         self.routing = routing

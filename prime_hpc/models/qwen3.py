@@ -8,15 +8,8 @@ from prime_hpc.models.layers import Attention, Block, SwiGLU
 
 def build_attention(config: Qwen3Config | Qwen3MoeConfig) -> Attention:
     """The attention of the dense and of the sparse models."""
-    return Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        head_norm_eps=config.rms_norm_eps,
-    )
+    bias = config.attention_bias
+    return Attention(config, bias=bias, output_bias=bias, head_norm_eps=config.rms_norm_eps)
 
 
 def build_block(config: Qwen3Config, layer: int) -> Block:

@@ -26,8 +26,7 @@ class Rotary:
     def of(cls, config: PreTrainedConfig) -> "Rotary":
         """As `rope_parameters`, `head_dim` and `max_position_embeddings` of a configuration say."""
         parameters: Parameters = config.rope_parameters
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        rotated = int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / rotated
         frequencies = 1.0 / parameters["rope_theta"] ** exponents
         stretch = _STRETCHES[parameters["rope_type"]]
@@ -38,6 +37,11 @@ class Rotary:
         self.frequencies = self.frequencies.to(positions.device)
         angles = (positions[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
         return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Channels of a head; not every configuration names them."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -205,6 +205,9 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
 
 
 def _build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
+    problems = families.find_model_problems(config)
+    if problems:
+        raise ConfigurationError(problems)
     trainer, hf_config = config.trainer, AutoConfig.from_pretrained(config.model.path)
     dtype = getattr(torch, trainer.dtype)
     backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)

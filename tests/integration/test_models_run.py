@@ -110,6 +110,16 @@ def test_a_sparse_model_is_published_as_its_checkpoint_was(tmp_path, sparse_mode
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "glm4_moe"
 
 
+def test_a_resumed_sparse_run_goes_on_with_its_corrections(tmp_path, sparse_model):
+    whole = train_sparse(tmp_path / "whole", sparse_model, ranks=1)
+    settings = {"trainer": {"router_bias_rate": 0.125, "publish_dtype": "bfloat16"}}
+    first = make_run(tmp_path / "run", sparse_model, max_steps=1, **settings).record(1).train()
+    resumed = make_run(tmp_path / "run", sparse_model, attempt=2, checkpoint_path=first.paths.checkpoint(1),
+                       max_steps=2, **settings).record(2).train()  # fmt: skip
+    expected = whole.weights("0.2")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights("0.2").items())
+
+
 def test_two_ranks_train_a_sparse_model_like_one(tmp_path, sparse_model):
     one, two = (train_sparse(tmp_path / str(ranks), sparse_model, ranks) for ranks in (1, 2))
     for metric in ("loss", "optim/grad_norm", "moe/max_vio", "moe/max_vio_worst"):

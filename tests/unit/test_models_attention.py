@@ -73,13 +73,13 @@ def test_sequences_that_grow_step_by_step_attend_as_whole_ones():
 
 
 HARDWARE = [
-    ((9, 0), {"flash_attn_interface", "flash_attn.cute", "flash_attn"}, "flash_attention_3"),
-    ((9, 0), {"flash_attn.cute", "flash_attn"}, "flash_attention_4"),
-    ((10, 0), {"flash_attn_interface", "flash_attn.cute", "flash_attn"}, "flash_attention_4"),
-    ((12, 0), {"flash_attn.cute", "flash_attn"}, "flash_attention_2"),
-    ((8, 0), {"flash_attn"}, "flash_attention_2"),
+    ((9, 0), {"flash_attn_interface", "flash_attn.cute", "flash_attn.flash_attn_interface"}, "flash_attention_3"),
+    ((9, 0), {"flash_attn.cute", "flash_attn.flash_attn_interface"}, "flash_attention_4"),
+    ((10, 0), {"flash_attn_interface", "flash_attn.cute", "flash_attn.flash_attn_interface"}, "flash_attention_4"),
+    ((12, 0), {"flash_attn.cute", "flash_attn.flash_attn_interface"}, "flash_attention_2"),
+    ((8, 0), {"flash_attn.flash_attn_interface"}, "flash_attention_2"),
     ((9, 0), set(), "varlen"),
-    ((7, 5), {"flash_attn"}, "sdpa"),
+    ((7, 5), {"flash_attn.flash_attn_interface"}, "sdpa"),
 ]
 
 
@@ -107,10 +107,10 @@ def test_auto_takes_what_is_fastest_on_the_hardware(capability, packages, backen
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(machine):
     with pytest.raises(ConfigurationError, match="needs half precision on a GPU, not float32 on cpu"):
         choose_backend("varlen", CPU, torch.float32)
-    machine((8, 0), {"flash_attn"})
+    machine((8, 0), {"flash_attn.flash_attn_interface"})
     with pytest.raises(ConfigurationError, match=r"flash_attention_3 does not run on compute capability 8\.0"):
         choose_backend("flash_attention_3", GPU, torch.bfloat16)
-    machine((9, 0), {"flash_attn"})
+    machine((9, 0), {"flash_attn.flash_attn_interface"})
     with pytest.raises(ConfigurationError, match=r"the module flash_attn\.cute, which is not installed"):
         choose_backend("flash_attention_4", GPU, torch.bfloat16)
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from prime_hpc.models.attention import BlockDiagonalAttention
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.grouped import Dispatch, grouped_matmul, multiply_by_kernel, multiply_by_loop
 from prime_hpc.models.layers import SwiGLU
 from prime_hpc.models.moe import MixtureOfExperts, Router, Routing
+from tests.models_support import assert_near, load_native, save_model
 
 HIDDEN, TOKENS = 8, 11
 SOFTMAX = Routing(experts=6, top_k=2, score="softmax", renormalise=True)
@@ -102,6 +104,22 @@ def test_gradients_of_the_dispatch_are_those_of_finite_differences():
     dispatch = Dispatch.of(chosen, 4)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(dispatch.scatter, (x,))
+
+
+def test_a_replayed_model_takes_the_recorded_experts_of_each_layer(tmp_path):
+    """Layer 0 of the tiny GLM is dense, so that the record has an entry without meaning."""
+    save_model("glm4_moe", tmp_path)
+    model, attend = load_native(tmp_path), BlockDiagonalAttention([5, 4], torch.device("cpu"))
+    tokens, positions = torch.arange(9), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
+    hidden, own = model.model(tokens, positions, attend)
+    record = torch.stack([torch.full_like(own[0], -1), *own])
+    same, _ = model.model(tokens, positions, attend, record)
+    assert torch.equal(same, hidden)
+    record[2, 8] = (record[2, 8] + 1) % 8
+    other, chosen = model.model(tokens, positions, attend, record)
+    assert torch.equal(chosen[0], own[0]) and torch.equal(chosen[1], record[2])
+    assert_near(other[:8], hidden[:8])
+    assert (other[8] - hidden[8]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("routing", [SOFTMAX, GROUPED], ids=["softmax", "grouped"])
