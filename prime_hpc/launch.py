@@ -45,7 +45,7 @@ def main(composed: DictConfig) -> None:
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
     config = parse(_resolved(composed))
-    problems = [*find_conflicts(config), *find_source_problems(config)] or find_model_problems(config)
+    problems = [*find_conflicts(config), *find_model_problems(config), *find_source_problems(config)]
     if problems:
         raise ConfigurationError(problems)
     stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_hpc.config.checks import read_json
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 from prime_hpc.models.spec import HFConfig
@@ -54,10 +54,10 @@ def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
 
 
 def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Why `model.impl=native` cannot run, if it cannot; the model's directory has been checked before."""
-    if config.model.impl != "native":
+    """Why `model.impl=native` cannot run, if it cannot. A directory without a model is another check's problem."""
+    hf_config = read_json(Path(config.model.path) / "config.json")
+    if config.model.impl != "native" or hf_config is None:
         return []
-    hf_config = json.loads((Path(config.model.path) / "config.json").read_bytes())
     obstacle = find_obstacle(hf_config)
     problems = []
     if obstacle:
