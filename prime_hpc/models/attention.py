@@ -23,10 +23,12 @@ SDPA = "sdpa"
 
 
 class Attend(Protocol):
-    """Attention of n tokens, every one to those before it in its own sequence and to itself."""
+    """Causal attention of n tokens, in which every token sees its own sequence only."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Args:
+        """Attend.
+
+        Args:
             query: [n, heads, d].
             key: [n, kv_heads, d], each head shared by heads / kv_heads query heads; value: [n, kv_heads, d_v].
             scale: factor on the products of query and key.

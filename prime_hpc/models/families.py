@@ -55,10 +55,10 @@ def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
 
 def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
     """Why `model.impl=native` cannot run, if it cannot. A directory without a model is another check's problem."""
-    hf_config = read_json(Path(config.model.path) / "config.json")
-    if config.model.impl != "native" or hf_config is None:
+    if config.model.impl != "native":
         return []
-    obstacle = find_obstacle(hf_config)
+    hf_config = read_json(Path(config.model.path) / "config.json")
+    obstacle = find_obstacle(hf_config) if hf_config else None
     problems = []
     if obstacle:
         problems.append(ConfigProblem("model.impl", "native", f"auto or hf for this model, since {obstacle}"))

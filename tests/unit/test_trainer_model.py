@@ -98,6 +98,16 @@ def test_scores_and_gradients_of_a_packed_row_equal_those_of_separate_documents(
         torch.testing.assert_close(tensor.grad.full_tensor(), expected[parameter], rtol=1e-5, atol=1e-5)
 
 
+def test_sliding_windows_run_on_transformers(tmp_path, world):
+    torch.manual_seed(1)
+    config = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    hf = Qwen3ForCausalLM(config).eval()
+    hf.save_pretrained(tmp_path)
+    policy, row = load_policy(tmp_path, world), make_row(SEQ_LENS, temperature=1.0)
+    assert (policy.impl, policy.backend) == ("hf", "sdpa")
+    torch.testing.assert_close(policy(row)[0], reference_scores(hf, row)[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("impl", ["native", "hf"])
 def test_recomputed_blocks_give_the_same_gradients(impl, tmp_path, world):
     save_model("qwen3", tmp_path)
@@ -125,6 +135,7 @@ def test_a_row_without_scored_tokens_has_zero_gradients(tmp_path, world):
 def test_greedy_replies_of_a_padded_batch_equal_those_of_transformers(impl, tmp_path, world):
     hf = save_model("qwen3", tmp_path)
     policy = load_policy(tmp_path, world, impl)
+    assert policy.impl == impl
     prompts = [np.array([3, 9, 4]), np.array([7, 1, 30, 22, 5, 11])]
     replies = sample_replies(policy, prompts, 6, 0.0, end_token=47, generator=torch.Generator())
     for prompt, reply in zip(prompts, replies, strict=True):
