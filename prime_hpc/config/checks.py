@@ -42,7 +42,7 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
     if not config.model.path or not (path.is_dir() or "config.json" in absent):
         yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
         return
-    model = {} if "config.json" in absent else _read_json(path / "config.json")
+    model = {} if "config.json" in absent else read_json(path / "config.json")
     if model is None:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
@@ -56,7 +56,7 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
 def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
     key = "model.tokenizer" if config.model.tokenizer else "model.path"
     path = Path(config.model.tokenizer or config.model.path)
-    tokenizer = _read_json(path / "tokenizer_config.json")
+    tokenizer = read_json(path / "tokenizer_config.json")
     if tokenizer is None:
         yield ConfigProblem(key, str(path), "a directory with a tokenizer (tokenizer_config.json)")
     elif not tokenizer.get("chat_template") and not (path / "chat_template.jinja").exists():
@@ -141,7 +141,8 @@ def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:
     return train + [(f"env.eval.sources.{i}", s) for i, s in enumerate(config.env.eval.sources)]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, or None where there is no file or no object in it."""
     try:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):  # a ValueError is text that is no JSON, or bytes that are no text

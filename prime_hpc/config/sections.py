@@ -39,6 +39,8 @@ class ModelConfig:
     """How messages become tokens: a name of the `renderers` package; `default` is the tokenizer's chat template."""
     served_name: str = "policy"
     """The model name in requests."""
+    impl: Literal["auto", "native", "hf"] = "auto"
+    """The trainer's implementation: our own (native), or that of transformers; auto takes native where there is one."""
 
 
 @dataclass(kw_only=True)

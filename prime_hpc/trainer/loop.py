@@ -31,8 +31,9 @@ def run(role: Role) -> None:
     serving = config.mode == "rl"
     if serving:
         writer.publish(PolicyVersion(lineage, step))
-    role.log.info("%s of %.2fM parameters over %d ranks on %s, from step %d", policy.config.model_type,
-                  sum(p.numel() for p in policy.parameters()) / 1e6, world.size, world.device, step)  # fmt: skip
+    role.log.info("%s (%s) of %.2fM parameters, attention by %s, over %d ranks on %s, from step %d",
+                  policy.config.model_type, policy.impl, sum(p.numel() for p in policy.parameters()) / 1e6,
+                  policy.backend, world.size, world.device, step)  # fmt: skip
     role.rendezvous.publish("ready", step=step)
     source = _open_source(role, world, policy)
     report, batch = None, None
@@ -51,7 +52,7 @@ def run(role: Role) -> None:
             result = forward_backward(policy, batch, role, world, PolicyVersion(lineage, step - 1))
         role.reach("step.during")
         with watch("optimizer"):
-            optimized = optimizer.step(step, result.loss)
+            optimized = optimizer.step(step, result.loss) | policy.balance_experts(config.trainer.router_bias_rate)
         role.reach("step.after")
         with watch("publish"):
             if serving:
