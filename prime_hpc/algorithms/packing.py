@@ -24,7 +24,8 @@ def pack(samples: list[Sample], ranks: int, max_tokens: int, cost: Cost | None =
     with an empty mask. `cost` is the number of tokens when left out.
 
     Raises:
-        ValueError: no samples, or a token of the rl component without an advantage.
+        ValueError: no samples, or a token without what its component needs: an advantage, or the reference's
+            log-probability.
     """
     if not samples:
         raise ValueError("a batch without samples cannot be packed")
@@ -166,7 +167,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         return Array.of(np.concatenate(parts), dtype)
 
     for sample in samples:
-        _check_advantages(sample)
+        _check_complete(sample)
     lengths = [min(len(sample.token_ids), max_tokens) for sample in samples]
     versions = [_comparable_versions(sample)[:n] for sample, n in zip(samples, lengths, strict=True)]
     return MicroBatch(
@@ -185,12 +186,12 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
     )
 
 
-def _check_advantages(sample: Sample) -> None:
-    if sample.advantages is not None:
-        return
+def _check_complete(sample: Sample) -> None:
     members = sample.mask.numpy() & (sample.rl_weights is None or sample.rl_weights.numpy() != 0)
-    if members.any():
+    if sample.advantages is None and members.any():
         raise ValueError(f"{sample.sample_id} has tokens of the rl component and no advantages: assign them first")
+    if sample.ref_logprobs is None and sample.ref_kl_weights is not None and sample.ref_kl_weights.numpy().any():
+        raise ValueError(f"{sample.sample_id} has tokens of the ref_kl component and no ref_logprobs: score it first")
 
 
 def _comparable_versions(sample: Sample) -> np.ndarray:

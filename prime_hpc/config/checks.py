@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.algorithm import AlgorithmConfig
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.loss import CustomLoss, ImportanceLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 
@@ -15,7 +17,8 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    checks = [_model, _optimizer, *((_rollouts, _sources, _sampling, _engines) if config.mode == "rl" else (_sft,))]
+    by_mode = {"rl": (_rollouts, _loss, _sources, _sampling, _engines), "sft": (_sft,)}
+    checks = [_model, _optimizer, *by_mode[config.mode]]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -57,20 +60,37 @@ def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     orchestrator = config.orchestrator
-    if orchestrator.group_size == 1:
-        yield ConfigProblem("orchestrator.group_size", 1,
-                            f"at least 2: algorithm={config.algorithm.name} compares a group")  # fmt: skip
+    for algorithm in _algorithms(config):
+        if orchestrator.group_size == 1 and algorithm.compares_group:
+            yield ConfigProblem("orchestrator.group_size", 1,
+                                f"at least 2: algorithm={algorithm.name} compares a group")  # fmt: skip
+            break
     if orchestrator.batch_size % orchestrator.group_size:
         yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
                             f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
     if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
-    if config.loss.name == "custom" and not config.loss.import_path:
-        yield ConfigProblem("loss.import_path", None, "`module.function` for loss=custom")
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
+
+
+def _algorithms(config: RunConfig) -> list[AlgorithmConfig]:
+    """Credit assignment of each training source."""
+    return [source.algorithm or config.algorithm for source in config.env.train] or [config.algorithm]
+
+
+def _loss(config: RunConfig) -> Iterator[ConfigProblem]:
+    loss = config.loss
+    if isinstance(loss, CustomLoss):
+        return
+    if loss.normalise == "length" and loss.length is None:
+        yield ConfigProblem("loss.length", None, "tokens that every sequence counts for, since loss.normalise=length")
+    if loss.ref_tau:
+        yield ConfigProblem("loss.ref_tau", loss.ref_tau, "0: nothing scores rollouts under a reference model yet")
+    if isinstance(loss, ImportanceLoss) and loss.low >= loss.high:
+        yield ConfigProblem("loss.low", loss.low, f"less than loss.high = {loss.high}")
 
 
 def _sources(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from prime_hpc.config.algorithm import AlgorithmConfig
 from prime_hpc.config.sections import FORBID_UNKNOWN, Fraction, NonNegative, Positive, Seconds
 
 
@@ -42,6 +43,8 @@ class SourceConfig:
     """Use only the first tasks of the taskset."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters."""
+    algorithm: AlgorithmConfig | None = None
+    """Credit assignment of this training source; the run's when left out."""
 
 
 @dataclass(kw_only=True)

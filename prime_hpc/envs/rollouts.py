@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from prime_hpc.envs.failures import failure_of_episode, last_call_error
 from prime_hpc.envs.stamps import token_versions
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample, Seat
 from prime_hpc.transport.stamps import Stamp
 
 
@@ -25,7 +25,7 @@ def make_rollout(
 ) -> Rollout:
     """The rollout of an episode. `stamps` are those of each trace, by trace id; `seconds` is how long it took.
 
-    With several policy traces the reward is their mean, as it is one rollout's.
+    With several policy traces the reward is their mean, as it is one rollout's, and each has a seat with its own.
     """
     traces = policy_traces(episode, request.model)
     rollout = Rollout(
@@ -48,6 +48,8 @@ def make_rollout(
             samples, cut = make_samples(trace, stamps[trace.id], source, seq_len)
             rollout.samples += samples
             rollout.truncated |= cut
+            if len(traces) > 1:
+                rollout.seats.append(_seat(trace, len(samples)))
         for index, sample in enumerate(rollout.samples):
             sample.sample_id = f"{request.rollout_id}/{index}"
     return rollout
@@ -76,6 +78,17 @@ def conversation(episode: vf.Episode) -> str:
     """The messages of the first trace's final branch, as JSON."""
     messages = episode.traces[0].messages if episode.traces else []
     return json.dumps([m.model_dump(mode="json", exclude_none=True) for m in messages])
+
+
+def _seat(trace: vf.Trace, num_samples: int) -> Seat:
+    return Seat(
+        agent=trace.agent.name,
+        reward=trace.reward,
+        num_samples=num_samples,
+        num_turns=trace.num_turns,
+        prompt_tokens=trace.num_input_tokens,
+        completion_tokens=trace.num_output_tokens,
+    )
 
 
 def _sample(

@@ -123,4 +123,3 @@ def _trainer(config: RunConfig, gpus: list[list[int]]) -> Iterator[ProcessPlan]:
         process = _process(f"trainer-{rank}", "trainer", rank, "prime_hpc.trainer", gpus[rank])
         process.env = dict(config.trainer.env)
         yield process
-
