@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from prime_hpc.algorithms import advantages
+from prime_hpc.algorithms.filters import trains, without_zero_advantage
 from prime_hpc.algorithms.imports import import_function
 from prime_hpc.algorithms.shaping import shaped_rewards
 from prime_hpc.algorithms.trajectories import Trajectory
@@ -73,6 +74,16 @@ class CreditAssigner:
                         for r, group in zip(rewards, groups, strict=True)]  # fmt: skip
             case CustomAlgorithm():
                 return _custom(config)(groups, rewards, **config.kwargs)
+
+
+def informative(group: Group, config: AlgorithmConfig) -> bool:
+    """Whether a finished group would train anything, seen by itself: what to ask before a group counts towards a batch
+    that is filled up with others in place of those without a signal. Algorithms that do not compare a group, and so
+    give every reward an advantage, always say yes."""
+    if not config.compares_group:
+        return True
+    [samples] = CreditAssigner(config).assign([group])
+    return any(trains(without_zero_advantage(sample)[0]) for sample in samples)
 
 
 def spread(trajectory: Trajectory, value: Value) -> list[Sample]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_hpc.config.sections import FORBID_UNKNOWN, Fraction, ImportPath, NonNegative, Positive
+from prime_hpc.config.sections import FORBID_UNKNOWN, ImportPath, NonNegative, Positive
 
 Weight = Annotated[float, Field(ge=0)]
 
@@ -51,7 +51,7 @@ class RepetitionFilter:
 
     window: Positive = 3000
     """Tokens in a row."""
-    probability: Fraction = 0.99
+    probability: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """A token counts if it was sampled with more than this probability."""
 
 

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from prime_hpc.config.algorithm import AlgorithmConfig
+from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss
 from prime_hpc.config.run import RunConfig
@@ -104,6 +107,29 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in seen:
             yield ConfigProblem(f"{key}.name", name, f"a name of its own; {seen[name]} has it already")
         seen.setdefault(name, key)
+    yield from _shares(config)
+    for i, source in enumerate(config.env.train):
+        yield from _pools(f"env.train.{i}.order.pools", source)
+
+
+def _shares(config: RunConfig) -> Iterator[ConfigProblem]:
+    shares = [source.ratio_schedule or {0: source.ratio} for source in config.env.train]
+    for step in sorted({step for points in shares for step in points}):
+        if not any(np.interp(step, sorted(points), [points[s] for s in sorted(points)]) for points in shares):
+            yield ConfigProblem("env.train.0.ratio_schedule", config.env.train[0].ratio_schedule,
+                                f"a source with a share at step {step}")  # fmt: skip
+
+
+def _pools(key: str, source: SourceConfig) -> Iterator[ConfigProblem]:
+    if not isinstance(source.order, DifficultyPools):
+        return
+    pools = source.order.pools
+    for field in ("name", "threshold"):
+        values = [getattr(pool, field) for pool in pools]
+        if len(set(values)) < len(values):
+            yield ConfigProblem(key, values, f"pools with a {field} each of their own")
+    if not any(pool.weight for pool in pools):
+        yield ConfigProblem(key, [pool.weight for pool in pools], "a pool with a weight above 0")
 
 
 def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -138,6 +164,12 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
 def source_name(source: SourceConfig) -> str:
     """The name of a source in metrics and process names."""
     return source.name or source.id.rpartition(".")[2]
+
+
+def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
+    """Credit assignment of a training source: its own, or the run's."""
+    own = (s.algorithm for s in config.env.train if source_name(s) == source)
+    return next(own, None) or config.algorithm
 
 
 def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:

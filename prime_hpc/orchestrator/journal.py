@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,12 +39,20 @@ class RolloutFinished(msgspec.Struct, tag=True, kw_only=True):
     done: RolloutDone
 
 
+class Memory(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What credit assignment (by source) and task order remember from batch to batch."""
+
+    credit: dict[str, dict[str, float]] = {}
+    tasks: dict[str, Any] = {}
+
+
 class BatchCut(msgspec.Struct, tag=True, kw_only=True):
     """Batch `step` took these groups; `sample_ids` are what it trains, in order."""
 
     step: int
     group_ids: list[str]
     sample_ids: list[str]
+    memory: Memory = msgspec.field(default_factory=Memory)
 
 
 Record = GroupOpened | RolloutFinished | BatchCut
@@ -53,12 +62,14 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 @dataclass
 class JournalState:
-    """What a replay found: groups not yet in a batch, their finished rollouts, draws of each source."""
+    """What a replay found: groups not yet in a batch, their finished rollouts, draws of each source, and the memory of
+    the last batch."""
 
     groups: dict[str, GroupOpened] = field(default_factory=dict)
     rollouts: dict[str, list[RolloutDone]] = field(default_factory=dict)
     draws: dict[str, int] = field(default_factory=dict)
     step: int = 0
+    memory: Memory = field(default_factory=Memory)
 
     def apply(self, record: Record) -> None:
         if isinstance(record, GroupOpened):
@@ -69,7 +80,7 @@ class JournalState:
             if record.group_id in self.rollouts:
                 self.rollouts[record.group_id].append(record.done)
         else:
-            self.step = record.step
+            self.step, self.memory = record.step, record.memory
             for group_id in record.group_ids:
                 self.groups.pop(group_id, None)
                 self.rollouts.pop(group_id, None)

@@ -13,11 +13,11 @@ from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.journal import BatchCut, Journal
+from prime_hpc.orchestrator.journal import BatchCut, Journal, Memory
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
-from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.transport.batches import open_server
 from prime_hpc.transport.checkpoints import read_manifest
@@ -35,7 +35,7 @@ class Orchestrator:
         self.lineages = Lineages(role.plan.forks)
         self.pool, self.server = EnvPool(role), open_server(role)
         self.shelf = BatchShelf(self.config)
-        self.maker = BatchMaker(self.config, self.lineages)
+        self.maker = BatchMaker(self.config, self.lineages, self.journal.state.memory.credit)
         self.ledger = Ledger(role, self.start_step)
 
     async def run(self) -> None:
@@ -68,13 +68,11 @@ class Orchestrator:
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
-        draws = self.journal.state.draws
-        orders = {name: TaskOrder(source, self.pool.num_tasks[name], self.config.seed, draws.get(name, 0))
-                  for name, source in train.items()}  # fmt: skip
+        self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
+        self.tasks.restore(self.journal.state.memory.tasks, self.journal.state.draws)
         self.runner = Runner(self.role, self.pool, self.fleet)
         self.evaluator = Evaluator(self.role, self.runner, self.pool)
-        mixture = Mixture({name: source.ratio for name, source in train.items()}, orders)
-        self.scheduler = Scheduler(self.role, self.runner, mixture, self.versions, self.journal)
+        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal)
         self.scheduler.restore(self.journal.state)
         self.role.rendezvous.publish("sampling")
 
@@ -110,7 +108,8 @@ class Orchestrator:
 
     def _journal(self, step: int, batch: Batch) -> int:
         groups, samples = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
-        self.journal.append(BatchCut(step=step, group_ids=groups, sample_ids=samples), durable=True)
+        memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
+        self.journal.append(BatchCut(step=step, group_ids=groups, sample_ids=samples, memory=memory), durable=True)
         return self.journal.offset
 
     async def _on_published(self) -> None:
