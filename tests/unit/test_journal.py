@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.errors import CorruptData, SchemaMismatch
-from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, Journal, RolloutFinished, read
+from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, Journal, Memory, RolloutFinished, read
 from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
 
 V0 = PolicyVersion(0, 0)
@@ -39,6 +39,17 @@ def test_replay_returns_what_no_batch_has_taken(tmp_path: Path) -> None:
     assert state.rollouts["b"][0].messages == '["hi"]'
     assert state.draws == {"words": 2}, "the task drawn after the checkpoint is drawn again"
     assert state.step == 1
+
+
+def test_replay_returns_the_memory_of_the_last_batch(tmp_path: Path) -> None:
+    journal, _ = written(tmp_path / "journal.bin")
+    assert Journal(tmp_path / "journal.bin", upto=journal.offset).state.memory == Memory()
+    memories = [
+        Memory(credit={"words": {"white": share}}, tasks={"mixture": {"words": -share}}) for share in (0.1, 0.3)
+    ]
+    for step, memory in enumerate(memories, 2):
+        journal.append(BatchCut(step=step, group_ids=[], sample_ids=[], memory=memory))
+    assert Journal(tmp_path / "journal.bin", upto=journal.offset).state.memory == memories[1]
 
 
 def test_resuming_drops_what_lies_behind_the_offset(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """`s` sequences one after another in a row of `n` tokens. `lengths` is int64[s], `n` their sum."""
+    """`s` sequences one after another in a row of `tokens` = n. `lengths` is int64[s]."""
 
     lengths: Tensor
+    tokens: int
 
     @classmethod
     def of(cls, seq_lens: list[int], device: torch.device) -> "Sequences":
-        return cls(torch.tensor(seq_lens, device=device))
+        return cls(torch.tensor(seq_lens, device=device), sum(seq_lens))
 
     def sum(self, values: Tensor, where: Tensor) -> Tensor:
         """[s]: sums of `values` [n] over the tokens of `where` bool[n] in each sequence; 0 where there is none."""
@@ -28,4 +29,4 @@ class Sequences:
 
     def spread(self, values: Tensor) -> Tensor:
         """[n]: the value of its sequence for every token."""
-        return values.repeat_interleave(self.lengths)
+        return values.repeat_interleave(self.lengths, output_size=self.tokens)
