@@ -55,7 +55,7 @@ def rae(rewards: np.ndarray, agents: Sequence[str], baselines: dict[str, float],
     in place; a reward enters the baseline only after the comparison, so that the baseline does not depend on it.
     """
     values = np.zeros(len(rewards))
-    for i, (reward, agent) in enumerate(zip(rewards, agents, strict=True)):
+    for i, (reward, agent) in enumerate(zip(rewards.tolist(), agents, strict=True)):
         before = baselines.get(agent, 0.0)
         values[i] = reward - before
         baselines[agent] = decay * before + (1 - decay) * reward

@@ -1,7 +1,6 @@
 """Credit assignment of a source: trajectories of its groups, algorithms by configuration, memory of self-play."""
 
-import json
-
+import msgspec
 import numpy as np
 import pytest
 
@@ -83,7 +82,7 @@ def test_self_play_remembers_baselines_across_batches_and_restarts() -> None:
     first.assign([[solo(1.0, agent="white"), solo(-1.0, agent="black")]])
     assert first.state() == {"white": 0.5, "black": -0.5}
     second = CreditAssigner(RAE(decay=0.5))
-    second.restore(json.loads(json.dumps(first.state())))
+    second.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(first.state())))
     [samples] = second.assign([[solo(1.0, agent="white"), solo(-1.0, agent="black")]])
     assert [s.advantages.numpy()[1] for s in samples] == [0.5, -0.5]
     assert CreditAssigner(GRPO()).state() == {}

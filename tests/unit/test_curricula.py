@@ -1,8 +1,8 @@
 """Which task and which source come next, and that a restored curriculum goes on as if nothing had happened."""
 
-import json
 from collections import Counter
 
+import msgspec
 import pytest
 
 from prime_hpc.algorithms.curricula import Mixture, OrderedSampler, PoolSampler, Sampler, make_sampler
@@ -21,7 +21,7 @@ def draws(sampler: Sampler, count: int) -> list[int]:
 
 def copied(state: dict) -> dict:
     """A state as it comes back from a file."""
-    return json.loads(json.dumps(state))
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
 
 
 def test_sequential_goes_round() -> None:
