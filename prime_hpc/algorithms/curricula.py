@@ -144,16 +144,24 @@ class Mixture:
 
     def draw(self, step: int) -> str:
         """The source of a group that is opened for batch `step`."""
-        shares = {name: float(np.interp(step, points[:, 0], points[:, 1])) for name, points in self._shares.items()}
-        total = sum(shares.values())
-        for name, share in shares.items():
-            self._credits[name] += share / total
+        self._earn(step)
         richest = max(self._credits, key=lambda name: self._credits[name])
         self._credits[richest] -= 1.0
         return richest
+
+    def spend(self, source: str, step: int) -> None:
+        """Take note of a draw of `source` that was made for batch `step`."""
+        self._earn(step)
+        self._credits[source] -= 1.0
 
     def state(self) -> dict[str, float]:
         return dict(self._credits)
 
     def restore(self, state: Mapping[str, float]) -> None:
         self._credits.update(state)
+
+    def _earn(self, step: int) -> None:
+        shares = {name: float(np.interp(step, points[:, 0], points[:, 1])) for name, points in self._shares.items()}
+        total = sum(shares.values())
+        for name, share in shares.items():
+            self._credits[name] += share / total

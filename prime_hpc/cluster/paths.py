@@ -19,8 +19,28 @@ class RunPaths:
         return self.root / "plan.json"
 
     @property
+    def forks(self) -> Path:
+        return self.root / "forks.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def control(self) -> Path:
+        return self.rendezvous / "control"
+
+    @property
     def rendezvous(self) -> Path:
         return self.root / "rendezvous"
+
+    @property
+    def exits(self) -> Path:
+        return self.rendezvous / "exits"
+
+    @property
+    def acks(self) -> Path:
+        return self.rendezvous / "acks"
 
     @property
     def checkpoints(self) -> Path:
@@ -41,6 +61,16 @@ class RunPaths:
     @property
     def journal(self) -> Path:
         return self.rollouts / "journal.bin"
+
+    @property
+    def job(self) -> Path:
+        """Ids of the newest attempt's Slurm jobs."""
+        return self.root / "job.json"
+
+    @property
+    def slurm(self) -> Path:
+        """What submitit keeps of the run's jobs: scripts, pickled tasks and their results, the latter by step."""
+        return self.root / "slurm"
 
     @property
     def metrics(self) -> Path:

@@ -14,18 +14,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prime_hpc.cluster import secrets
+from prime_hpc.cluster.beats import Heart
+from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.lease import LeaseReader
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.rendezvous import Rendezvous
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 
 COMPLETE_MARK = "complete"
+DRAIN_MARK = "drain"
+STOPPING_MARK = "stopping"
+"""The supervisor is ending every process: a SIGTERM without it comes from somebody else."""
 LEAVE_GRACE_S = 10.0
 EXIT_FENCED = 75
 """Exit code of a process that left because its attempt lost the lease."""
+EXIT_FINAL = 78
+"""Exit code of a process that would fail again if it were started again."""
+RESTART_VARIABLE = "PRIME_HPC_RESTART"
+BEATS_PER_HANG = 12
 
 
 class Role:
@@ -36,6 +45,11 @@ class Role:
         self.process = process
         self.config: RunConfig = plan.typed_config()
         self.paths = RunPaths(Path(plan.run_dir))
+        self.restart = int(os.environ.get(RESTART_VARIABLE, "0"))
+        """How often this process was started before in its attempt."""
+        self.heart = Heart(self.paths.rendezvous, process.name, plan.attempt, self.restart,
+                           min(self.config.recovery.hang_s / BEATS_PER_HANG, 5.0))  # fmt: skip
+        self.reach = Faults(process.name, self.restart).reach
         self.rendezvous = Rendezvous(self.paths.rendezvous, process.name, plan.attempt)
         self.secrets = secrets.load(self.paths.root)
         self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
@@ -52,6 +66,11 @@ class Role:
 
     def mark_complete(self) -> None:
         (self.paths.rendezvous / COMPLETE_MARK).touch()
+
+    @property
+    def draining(self) -> bool:
+        """The run was asked to finish its step, save and leave."""
+        return DRAIN_MARK in list_fresh(self.paths.rendezvous)
 
     def start_watch(self, *, leave_when_complete: bool) -> None:
         """Leave by SIGTERM when the lease is lost or, for servers, once the run is complete."""
@@ -92,6 +111,7 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
     plan = load(args.plan)
     role = Role(plan, plan.process(args.process))
     role.rendezvous.publish("starting")
+    role.heart.start()
     role.start_watch(leave_when_complete=server)
     try:
         run(role)
@@ -103,7 +123,7 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
         traceback.print_exception(error)
         role.rendezvous.publish("failed", error=f"{type(error).__name__}: {error}")
         role.log.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+        sys.exit(EXIT_FINAL if isinstance(error, PrimeHPCError) and not error.restartable else 1)
     role.rendezvous.publish("done")
 
 

@@ -12,6 +12,8 @@ from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sizes import trainer_ranks
+from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.errors import ConfigProblem
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -20,24 +22,40 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    by_mode = {"rl": (_rollouts, _loss, _sources, _sampling, _engines), "sft": (_sft,)}
-    checks = [_model, _optimizer, *by_mode[config.mode]]
+    by_mode = {"rl": (_rollouts, _loss, _sources, _sampling, _engines), "sft": (_sft,), "serve": (_engines,)}
+    checks = [_model, _optimizer, *by_mode[config.mode], *((find_slurm_conflicts,) if config.launcher.on_slurm else ())]
     return [problem for check in checks for problem in check(config)]
 
 
+def find_unchecked(config: RunConfig) -> list[str]:
+    """What a dry run for Slurm left out, as it needs no model on the machine where it is made: a sentence for each."""
+    skipped = {"config.json": "seq_len was not checked against the model",
+               "tokenizer_config.json": "tokenizer and chat template were not checked"}  # fmt: skip
+    return [f"{path} is not here: {skipped[path.name]}; submitting checks it" for path in _may_lack(config)]
+
+
+def _may_lack(config: RunConfig) -> list[Path]:
+    """Files of the model that are absent and may be."""
+    if not (config.model.path and config.launcher.name == "dry_run" and config.launcher.on_slurm):
+        return []
+    tokenizer = Path(config.model.tokenizer or config.model.path) / "tokenizer_config.json"
+    return [path for path in (Path(config.model.path) / "config.json", tokenizer) if not path.exists()]
+
+
 def _model(config: RunConfig) -> Iterator[ConfigProblem]:
-    path = Path(config.model.path)
-    if not config.model.path or not path.is_dir():
+    path, absent = Path(config.model.path), [path.name for path in _may_lack(config)]
+    if not config.model.path or not (path.is_dir() or "config.json" in absent):
         yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
         return
-    model = _read_json(path / "config.json")
+    model = {} if "config.json" in absent else _read_json(path / "config.json")
     if model is None:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
     limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
     if limit and config.seq_len > limit:
         yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
-    yield from _tokenizer(config)
+    if "tokenizer_config.json" not in absent:
+        yield from _tokenizer(config)
 
 
 def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -52,9 +70,6 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
-    if optimizer.warmup_steps + optimizer.decay_steps > config.max_steps:
-        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps,
-                            f"warm-up and decay of at most max_steps = {config.max_steps} steps together")  # fmt: skip
     if optimizer.schedule == "linear" and not optimizer.warmup_steps + optimizer.decay_steps:
         yield ConfigProblem("optimizer.decay_steps", 0, "warm-up or decay steps for the linear schedule")
     if optimizer.min_lr > optimizer.lr:
@@ -154,9 +169,9 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
     sft = config.trainer.sft
     if not sft.data or not Path(sft.data).is_file():
         yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
-    if sft.batch_size % config.trainer.ranks:
-        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
-                            f"a multiple of trainer.ranks = {config.trainer.ranks}")  # fmt: skip
+    ranks = trainer_ranks(config)
+    if sft.batch_size % ranks:
+        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size, f"a multiple of trainer.ranks = {ranks}")
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
 

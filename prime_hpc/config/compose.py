@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import parse
 from prime_hpc.errors import ConfigProblem, nearest_name
 
 GROUPS = ("experiment", "model", "algorithm", "loss", "optimizer", "env", "inference", "orchestrator", "trainer",
@@ -18,6 +22,13 @@ def conf_dir() -> Path:
     """The product's `conf/`: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def compose_run(arguments: list[str]) -> RunConfig:
+    """The configuration that `prime_hpc.launch` would make of these arguments, checked against the schema only."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = OmegaConf.to_container(compose(PRIMARY, overrides=tolerant(arguments)), resolve=True)
+    return parse(cast(dict[str, Any], composed))
 
 
 def tolerant(arguments: list[str]) -> list[str]:

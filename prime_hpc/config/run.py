@@ -4,14 +4,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
+from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
+from prime_hpc.config.recovery import RecoveryConfig
 from prime_hpc.config.sections import (
     FORBID_UNKNOWN,
     CheckpointConfig,
-    ClusterConfig,
     LauncherConfig,
     ModelConfig,
     MonitorConfig,
@@ -29,8 +30,8 @@ class RunConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    mode: Literal["rl", "sft"] = "rl"
-    """rl: sample, score and train at once. sft: train on rows of messages."""
+    mode: Literal["rl", "sft", "serve"] = "rl"
+    """rl: sample, score and train at once. sft: train on rows of messages. serve: engines only."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0
@@ -40,7 +41,7 @@ class RunConfig:
     seq_len: Positive = 2048
     """Longest sequence, prompt and replies together, in tokens."""
     resume: str | None = None
-    """`latest`, a step, or the path of a checkpoint to go on from."""
+    """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
     algorithm: AlgorithmConfig = field(default_factory=GRPO)
@@ -65,5 +66,7 @@ class RunConfig:
     """Metrics."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Machines."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What happens when a process dies or hangs."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""

@@ -1,6 +1,6 @@
 """Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -117,32 +117,29 @@ class MonitorConfig:
 
 
 @dataclass(kw_only=True)
-class ClusterConfig:
-    """The machines."""
-
-    __pydantic_config__ = FORBID_UNKNOWN
-
-    gpus_per_node: NonNegative | None = None
-    """GPUs of a node; found out on this machine when left out."""
-    lease_s: Seconds = 30.0
-    """A process that sees no sign of its supervisor for this long leaves by itself."""
-    start_timeout_s: Seconds = 600.0
-    """Deadline for every process to come up."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for every process. Never secrets: they are written to the plan."""
-
-
-@dataclass(kw_only=True)
 class LauncherConfig:
     """How the plan's processes are started."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    name: Literal["local", "dry_run"] = "local"
-    """local: processes of this machine. dry_run: write config.yaml and plan.json, print the plan, start nothing."""
-    target: Literal["local"] = "local"
+    name: Literal["local", "slurm_hetjob", "slurm_single", "slurm_linked", "dry_run"] = "local"
+    """local: processes of this machine. slurm_hetjob: one heterogeneous job, a group of nodes for each component.
+    slurm_single: one allocation of equal nodes. slurm_linked: engines as a job of their own. dry_run: write the files
+    of a run, print its plan, start nothing."""
+    target: Literal["local", "slurm_hetjob", "slurm_single", "slurm_linked"] = "local"
     """dry_run: the launcher whose plan is made."""
+    submit: bool = True
+    """Under Slurm: submit a job. false runs in the allocation around this process, for batch scripts of your own."""
     live: bool = True
     """Show a live view on a terminal; plain lines otherwise."""
     stop_grace_s: Seconds = 10.0
     """Time between SIGTERM and SIGKILL when processes are stopped."""
+
+    @property
+    def target_name(self) -> str:
+        """The launcher that the plan is made for."""
+        return self.target if self.name == "dry_run" else self.name
+
+    @property
+    def on_slurm(self) -> bool:
+        return self.target_name.startswith("slurm_")

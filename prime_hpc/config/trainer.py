@@ -48,8 +48,8 @@ class TrainerConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    ranks: Positive = 1
-    """Processes; one GPU each where there are GPUs."""
+    ranks: Positive | None = None
+    """Processes; one GPU each where there are GPUs. By default 1, under Slurm every GPU of the trainer's nodes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is a GPU."""
     share_gpu: bool | None = None

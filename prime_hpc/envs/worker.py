@@ -148,6 +148,7 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._watchdog.beat()
+            self._role.heart.progress(f"running {len(self._running)} episodes")
             await asyncio.sleep(TICK_S)
 
     async def _finish(self) -> None:
@@ -170,10 +171,13 @@ class Worker:
         """One episode, from its task to its rollout."""
         async with self._places:
             began = time.monotonic()
+            self._role.reach("sampling.before")
             episode = await limited(self._environment.run(request), request.time_limit_s)
+            self._role.reach("sampling.during")
             traces = policy_traces(episode, request.model) if episode.ok else []
             stamps = {t.id: await self._stamps.fetch(request.base_url, t.id) for t in traces}
             seconds = time.monotonic() - began
+            self._role.reach("sampling.after")
             rollout = make_rollout(request, self._source, episode, stamps, self._seq_len, seconds, self._echo)
             return RolloutDone(worker=self._role.process.name, rollout=rollout, messages=conversation(episode))
 

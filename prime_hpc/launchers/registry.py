@@ -1,20 +1,51 @@
 """Which launcher runs a plan."""
 
+import os
+
 from rich.console import Console
 
+from prime_hpc.config.checks import find_unchecked
 from prime_hpc.launchers.local import run_local
 from prime_hpc.launchers.prepare import RunStart
+from prime_hpc.launchers.slurm.allocation import check_allocation, jobs
+from prime_hpc.launchers.slurm.batch import run_job
+from prime_hpc.launchers.slurm.executor import submit
+from prime_hpc.launchers.slurm.sbatch import write_scripts
 from prime_hpc.plan.table import render
 
 
 def launch_plan(start: RunStart) -> int:
-    """Run the plan of `start` under its launcher and return the exit code."""
+    """Run the plan of `start` under its launcher, or submit it, and return the exit code."""
     console = Console()
-    if start.config.launcher.name == "dry_run":
-        start.write_dry()
-        console.print(render(start.plan))
-        console.print(f"\nwrote {start.paths.config} and {start.paths.plan}; nothing was started")
-        return 0
+    launcher = start.config.launcher
+    if launcher.name == "dry_run":
+        return _write_only(start, console)
+    if launcher.on_slurm and not launcher.submit:
+        check_allocation(start.plan, os.environ)
     start.write()
     console.print(render(start.plan))
-    return run_local(start.plan, start.config)
+    if not launcher.on_slurm:
+        return run_local(start.plan, start.config)
+    return _submit(start, console) if launcher.submit else run_job(start.plan, jobs(start.plan)[0])
+
+
+def _write_only(start: RunStart, console: Console) -> int:
+    start.write_dry()
+    scripts = write_scripts(start.plan) if start.config.launcher.on_slurm else []
+    console.print(render(start.plan))
+    for sentence in find_unchecked(start.config):
+        console.print(f"\nnot checked: {sentence}", soft_wrap=True)
+    *most, last = [start.paths.config, start.paths.plan, *scripts]
+    console.print(f"\nwrote {', '.join(map(str, most))} and {last}; nothing was started")
+    return 0
+
+
+def _submit(start: RunStart, console: Console) -> int:
+    """Submit the jobs of the plan; an attempt that Slurm refused never was."""
+    try:
+        job = submit(start.plan)
+    except BaseException:
+        start.paths.logs(start.plan.attempt).rmdir()
+        raise
+    console.print(f"\nsubmitted as job {' and '.join(job.job_ids)}; logs come in {start.paths.root / 'logs'}")
+    return 0

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +23,10 @@ from prime_hpc.algorithms.staleness import Lineages, restrict, token_staleness
 from prime_hpc.algorithms.trajectories import trajectories
 from prime_hpc.config.checks import source_algorithm
 from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import CorruptData
 from prime_hpc.models.spec import train_flops
 from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
 
 
@@ -55,15 +57,39 @@ class BatchMaker:
         """`memory` is the `state` of an earlier attempt."""
         self._config = config
         self._lineages = lineages
-        self._memory = memory or {}
-        self._assigners: dict[str, CreditAssigner] = {}
+        self._remember(memory or {})
 
     def make(self, step: int, groups: list[Group]) -> Batch:
-        """Assign advantages, leave out what is unfit, too old for `step` or without gradient."""
+        """Assign advantages, leave out what is unfit, too old for `step` or without gradient.
+
+        Groups that give no sample leave no trace in what the algorithms remember.
+        """
+        before = self.state()
+        batch = self._make(step, groups, self._lineages)
+        if not batch.samples:
+            self._remember(before)
+        return batch
+
+    def make_again(self, recorded: RecordedBatch) -> Batch:
+        """The batch that was cut before, from the journal: the same samples under the lineages of that time.
+
+        Raises:
+            CorruptData: other samples come out than were cut.
+        """
+        size, cut = self._config.orchestrator.group_size, recorded.cut
+        groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
+        self._remember(recorded.before.credit)
+        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage))
+        if [s.sample_id for s in batch.samples] != cut.sample_ids:
+            raise CorruptData(f"batch {cut.step} cannot be made again from the journal: its samples differ; "
+                              f"resume={cut.step - 1} starts from a checkpoint before it")  # fmt: skip
+        return replace(batch, journal_offset=recorded.offset)
+
+    def _make(self, step: int, groups: list[Group], lineages: Lineages) -> Batch:
         dropped: Counter = Counter()
         samples = []
         for sample in self._credit(groups, dropped):
-            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, self._lineages)
+            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, lineages)
             dropped.update(reasons)
             if "unstamped" in reasons:  # what its other tokens saw is not known either
                 dropped["unstamped"] += int(kept.mask.numpy().sum())
@@ -77,7 +103,8 @@ class BatchMaker:
 
     def state(self) -> dict[str, dict[str, float]]:
         """What the algorithms of the sources remember."""
-        return {source: state for source, assigner in self._assigners.items() if (state := assigner.state())}
+        seen = {source: state for source, assigner in self._assigners.items() if (state := assigner.state())}
+        return {**self._memory, **seen}
 
     def _credit(self, groups: list[Group], dropped: Counter) -> list[Sample]:
         """All samples in order of their groups. Each source's groups are credited together, by its own algorithm."""
@@ -95,6 +122,11 @@ class BatchMaker:
         reasons = {s.sample_id: "difficulty" if off else unfit(r, filters) for r in group.scored for s in r.samples}
         return [_counted(without_sampled_tokens(sample), dropped, reason) if (reason := reasons[sample.sample_id])
                 else sample for sample in samples]  # fmt: skip
+
+    def _remember(self, memory: Mapping[str, dict[str, float]]) -> None:
+        """Go on from a `state`; each source's algorithm is made when it is first needed."""
+        self._memory = memory
+        self._assigners: dict[str, CreditAssigner] = {}
 
     def _assigner(self, source: str) -> CreditAssigner:
         if source not in self._assigners:
@@ -114,6 +146,12 @@ class BatchShelf:
         self._packed: dict[tuple[int, int], asyncio.Task[list[list[MicroBatch]]]] = {}
         self._changed = asyncio.Condition()
 
+    async def close(self, last: int) -> None:
+        """No batch comes after `last`; whoever asks for one is told so."""
+        self._last = last
+        async with self._changed:
+            self._changed.notify_all()
+
     async def put(self, batch: Batch) -> None:
         self._batches[batch.step] = batch
         async with self._changed:
@@ -122,11 +160,10 @@ class BatchShelf:
     async def answer(self, request: BatchRequest) -> RankBatch:
         """The asked batch as the rank sees it, once it exists; an empty one past the last step."""
         self._forget(request.checkpointed)
-        if request.step > self._last:
-            return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0,
-                             last=True)  # fmt: skip
         async with self._changed:
-            await self._changed.wait_for(lambda: request.step in self._batches)
+            await self._changed.wait_for(lambda: request.step in self._batches or request.step > self._last)
+        if request.step > self._last:
+            return _nothing_left(request)
         batch = self._batches[request.step]
         ranks = await self._pack(batch, request.world)
         return RankBatch(
@@ -149,6 +186,10 @@ class BatchShelf:
     def _forget(self, checkpointed: int) -> None:
         self._batches = {step: b for step, b in self._batches.items() if step > checkpointed}
         self._packed = {key: task for key, task in self._packed.items() if key[0] > checkpointed}
+
+
+def _nothing_left(request: BatchRequest) -> RankBatch:
+    return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
 
 
 def _counted(outcome: tuple[Sample, int], dropped: Counter, reason: str) -> Sample:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.journal import GroupOpened, Journal, JournalState, RolloutFinished
+from prime_hpc.orchestrator.journal import GroupOpened, GroupsDropped, Journal, JournalState, RolloutFinished
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
@@ -37,11 +37,11 @@ class Scheduler:
         return sum(len(g.done) for g in self.ready)
 
     def restore(self, state: JournalState) -> None:
-        """Groups of an earlier attempt: finished rollouts return, missing ones run again under the same task."""
-        for opened in state.groups.values():
-            group = Group(opened.group_id, opened.source, opened.task_index, opened.version, self._settings.group_size)
-            group.done = state.rollouts[opened.group_id]
+        """Groups of an earlier start: finished rollouts return, missing ones run again under the same task."""
+        for recorded in state.groups.values():
+            group = Group.restored(recorded.opened, recorded.done, self._settings.group_size)
             if group.finished:
+                self._observe(group)
                 self.ready.append(group)
             else:
                 self.open[group.group_id] = group
@@ -60,7 +60,7 @@ class Scheduler:
     async def close(self) -> None:
         """Stop sampling and cancel what runs."""
         self.closed = True
-        self.cancel_where(lambda _: True)
+        self.cancel_where(lambda _: True, "end")
         await self.notify()
 
     async def notify(self) -> None:
@@ -68,7 +68,7 @@ class Scheduler:
         async with self.changed:
             self.changed.notify_all()
 
-    def cancel_where(self, hopeless: Callable[[Group], bool]) -> int:
+    def cancel_where(self, hopeless: Callable[[Group], bool], reason: str) -> int:
         """Drop groups, running or waiting for a batch; returns how many rollouts were given up."""
         doomed = [g for g in self.open.values() if hopeless(g)]
         for group in doomed:
@@ -76,9 +76,15 @@ class Scheduler:
             self._tasks.pop(group.group_id).cancel()
         waiting = [g for g in self.ready if hopeless(g)]
         self.ready = [g for g in self.ready if not hopeless(g)]
+        self.drop(doomed + waiting, reason)
         given_up = sum(g.size for g in doomed + waiting)
         self.cancelled += given_up
         return given_up
+
+    def drop(self, groups: list[Group], reason: str) -> None:
+        """Take down that these groups will be in no batch."""
+        if groups:
+            self._journal.append(GroupsDropped(group_ids=[g.group_id for g in groups], reason=reason))
 
     def _may_open(self) -> bool:
         """Room among running rollouts, no full batch waiting, and nothing sampled that is bound to be too old."""
@@ -110,9 +116,12 @@ class Scheduler:
                 rollouts.create_task(self._run_rollout(group, f"{group.group_id}-{i}"))
         self._tasks.pop(group.group_id)
         self.open.pop(group.group_id)
-        self._stream.observe(group.source, group.task_index, [r.reward for r in group.scored])
+        self._observe(group)
         self.ready.append(group)
         await self.notify()
+
+    def _observe(self, group: Group) -> None:
+        self._stream.observe(group.source, group.task_index, [r.reward for r in group.scored])
 
     async def _run_rollout(self, group: Group, rollout_id: str) -> None:
         done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)

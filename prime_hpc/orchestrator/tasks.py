@@ -5,10 +5,11 @@ from typing import Any
 
 from prime_hpc.algorithms.curricula import Mixture, make_sampler
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.orchestrator.journal import JournalState
 
 
 class TaskStream:
-    """The training sources of a run. Restores exactly from its state and the draws that the journal counted."""
+    """The training sources of a run. What the journal holds restores them."""
 
     def __init__(self, sources: Mapping[str, SourceConfig], num_tasks: Mapping[str, int | None], seed: int):
         self._samplers = {
@@ -33,9 +34,12 @@ class TaskStream:
         samplers = {name: sampler.state() for name, sampler in self._samplers.items()}
         return {"mixture": self._mixture.state(), "samplers": samplers}
 
-    def restore(self, state: Mapping[str, Any], draws: Mapping[str, int]) -> None:
-        """Go on from `state` (empty before the first batch) with as many draws of each source as `draws` says."""
-        self._mixture.restore(state.get("mixture", {}))
+    def restore(self, journal: JournalState) -> None:
+        """Go on behind the last record of the journal: from the state of the last batch and what was drawn since."""
+        memory = journal.memory.tasks
+        self._mixture.restore(memory.get("mixture", {}))
+        for source in journal.drawn:
+            self._mixture.spend(source, journal.step + 1)
         for name, sampler in self._samplers.items():
-            sampler.restore(state.get("samplers", {}).get(name) or sampler.state())
-            sampler.draws = draws.get(name, 0)
+            sampler.restore(memory.get("samplers", {}).get(name) or sampler.state())
+            sampler.draws = journal.draws.get(name, 0)

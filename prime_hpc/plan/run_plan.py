@@ -9,13 +9,15 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 from prime_hpc.errors import SchemaMismatch
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 
 
 class ProcessPlan(msgspec.Struct, kw_only=True):
     """One process. `component` is orchestrator, environment (workers beside it), inference or trainer.
 
-    Its command is run from any folder; `gpus` are indices on its node; `log` lies inside the run directory.
+    `index` counts engines, ranks or workers of a source; `rank` counts the nodes of one engine, of which the first
+    answers requests. `node` counts the nodes of the component's group, `gpus` are indices on that node.
+    The command is run from any folder; `log` lies inside the run directory.
     """
 
     name: str
@@ -24,8 +26,26 @@ class ProcessPlan(msgspec.Struct, kw_only=True):
     node: int
     command: list[str]
     log: str
+    rank: int = 0
     gpus: list[int] = []
     env: dict[str, str] = {}
+
+
+class NodeGroup(msgspec.Struct, kw_only=True):
+    """The nodes of a component: `nodes` that processes are placed on, then `spare` ones, each with `gpus` GPUs.
+
+    `first` is the number of its first node among all nodes of the run; groups that share nodes overlap there.
+    """
+
+    name: str
+    first: int
+    nodes: int
+    gpus: int
+    spare: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + self.nodes + self.spare
 
 
 class Fork(msgspec.Struct, kw_only=True):
@@ -33,6 +53,11 @@ class Fork(msgspec.Struct, kw_only=True):
 
     lineage: int
     step: int
+
+
+def read_forks(path: Path) -> list[Fork]:
+    """The history of lineages in `forks.json`; none where there is no such file."""
+    return msgspec.json.decode(path.read_bytes(), type=list[Fork]) if path.exists() else []
 
 
 class RunPlan(msgspec.Struct, kw_only=True):
@@ -43,10 +68,13 @@ class RunPlan(msgspec.Struct, kw_only=True):
     run_dir: str
     attempt: int
     nodes: int
+    groups: list[NodeGroup] = []
     forks: list[Fork]
     checkpoint: str | None
     processes: list[ProcessPlan]
     config: dict[str, Any]
+    rewind: bool = False
+    """The orchestrator's journal is cut back to the checkpoint, rather than gone on with."""
 
     def process(self, name: str) -> ProcessPlan:
         return next(p for p in self.processes if p.name == name)
@@ -54,6 +82,19 @@ class RunPlan(msgspec.Struct, kw_only=True):
     def of(self, component: str) -> list[ProcessPlan]:
         """Processes of a component, in order of index."""
         return [p for p in self.processes if p.component == component]
+
+    def engines(self) -> list[ProcessPlan]:
+        """The process of each engine that answers requests."""
+        return [p for p in self.of("inference") if p.rank == 0]
+
+    def group(self, process: ProcessPlan) -> NodeGroup:
+        """The nodes among which `process` is placed; environment workers run beside the orchestrator."""
+        name = "orchestrator" if process.component == "environment" else process.component
+        return next(g for g in self.groups if g.name == name)
+
+    def host(self, process: ProcessPlan) -> int:
+        """The number of its node among all nodes of the run."""
+        return self.group(process).first + process.node
 
     def typed_config(self) -> RunConfig:
         return parse(self.config)

@@ -4,17 +4,55 @@ from rich.console import Group
 from rich.table import Table
 
 from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.units import Unit, units
 
 
 def render(plan: RunPlan) -> Group:
-    """The placement table and one line about the run."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("process", "component", "node", "gpus", "command"):
-        table.add_column(column, overflow="fold")
-    for process in plan.processes:
-        gpus = ",".join(map(str, process.gpus)) or "-"
-        table.add_row(process.name, process.component, str(process.node), gpus, " ".join(process.command[1:3]))
+    """Placement and one line about the run: by process on one node, by restart unit on several."""
     config = plan.config
     origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config['model']['path']}"
     facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {config['max_steps']} steps, {origin}"
-    return Group(facts, plan.run_dir, "", table)
+    tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]
+    return Group(facts, plan.run_dir, "", *tables)
+
+
+def _process_table(plan: RunPlan) -> Table:
+    table = _table("process", "component", "node", "gpus", "command")
+    for process in plan.processes:
+        gpus = ",".join(map(str, process.gpus)) or "-"
+        table.add_row(process.name, process.component, str(process.node), gpus, " ".join(process.command[1:3]))
+    return table
+
+
+def _group_table(plan: RunPlan) -> Table:
+    table = _table("nodes of", "nodes", "spare", "gpus a node", "numbers")
+    for group in plan.groups:
+        numbers = _span(group.first, group.nodes + group.spare)
+        table.add_row(group.name, str(group.nodes), str(group.spare or "-"), str(group.gpus or "-"), numbers)
+    gpus = sum(max(g.gpus for g in plan.groups if g.first <= n < g.end) for n in range(plan.nodes))
+    table.add_row("in all", str(plan.nodes), "", f"{gpus} together" if gpus else "-", "")
+    return table
+
+
+def _unit_table(plan: RunPlan) -> Table:
+    table = _table("step", "component", "nodes", "processes", "gpus each", "command")
+    for unit in units(plan):
+        first = unit.processes[0]
+        table.add_row(unit.name, first.component, _span(plan.host(first), unit.nodes), _count(unit),
+                      str(len(first.gpus) or "-"), " ".join(first.command[1:3]))  # fmt: skip
+    return table
+
+
+def _count(unit: Unit) -> str:
+    return f"{unit.nodes} x {unit.per_node}" if unit.nodes > 1 else str(unit.per_node)
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -38,7 +38,9 @@ class WeightsWriter:
         """Write, seal and announce `weights/vL.S`, then remove versions that nobody needs any more."""
         final = self._role.paths.weights_version(str(version))
         partial = final.with_name(f".{final.name}.partial")
+        self._role.reach("update.before")
         self._write(partial)
+        self._role.reach("update.during")
         if self._world.first:
             self._role.lease.check()
             weights.seal(partial, version, self._dtype)
@@ -90,7 +92,7 @@ class WeightsWriter:
             if name.startswith(".v"):
                 shutil.rmtree(paths.weights / name)
         versions = weights.published_versions(paths.weights)
-        acks = [read_json(paths.rendezvous / "acks" / name) for name in list_fresh(paths.rendezvous / "acks")
+        acks = [read_json(paths.acks / name) for name in list_fresh(paths.acks)
                 if name.endswith(".json") and not name.startswith(".")]  # fmt: skip
         in_use = [PolicyVersion.parse(ack["version"]) for ack in acks if ack]
         for version in versions[: -self._keep]:

@@ -5,10 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+
+from prime_hpc.cluster.faults import VARIABLE, Fault
+from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, GroupsDropped, read
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -20,11 +25,12 @@ TINY = (
 class LocalRun:
     """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
 
-    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str):
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
         self.root = output_dir / name
+        env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
         command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
                    f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ), text=True,
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
@@ -55,6 +61,25 @@ class LocalRun:
             if found and int(found[1]) >= step:
                 return
         raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / "events.jsonl").read_text().splitlines()]
+
+    def ledger(self) -> dict[str, list[str]]:
+        """Where every group that was ever opened went, by the journal: a batch, a reason for dropping it, or `open`."""
+        fates: dict[str, list[str]] = {}
+        for record, _ in read(self.root / "rollouts" / "journal.bin"):
+            match record:
+                case GroupOpened():
+                    fates[record.group_id] = []
+                case BatchCut():
+                    for group_id in record.group_ids:
+                        fates[group_id].append(f"batch {record.step}")
+                case GroupsDropped():
+                    for group_id in record.group_ids:
+                        fates[group_id].append(record.reason)
+        return fates
 
     def survivors(self) -> list[str]:
         """Command lines of processes that still work on this run."""

@@ -10,8 +10,10 @@ from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.config.algorithm import GRPO, RAE, DifficultyFilter, Filters
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, Memory, RecordedBatch, RecordedGroup
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import BatchRequest, Failure, PolicyVersion, Rollout, RolloutDone, Sample, Seat
 
@@ -83,6 +85,35 @@ def test_baselines_of_self_play_go_on_where_the_last_attempt_stopped() -> None:
         [sample] = maker.make(2, [group("b", [1.0])]).samples
         assert sample.advantages.numpy()[2] == 0.5
     assert first.state() == resumed.state() == {"words": {"": 0.75}}
+
+
+def recorded(step: int, made: Group, sample_ids: list[str], before: dict[str, dict[str, float]]) -> RecordedBatch:
+    opened = GroupOpened(group_id=made.group_id, source=made.source, draw=0, task_index=0, version=made.version)
+    cut = BatchCut(step=step, lineage=0, group_ids=[made.group_id], sample_ids=sample_ids)
+    return RecordedBatch(cut, [RecordedGroup(opened, made.done)], 7, Memory(credit=before))
+
+
+def test_batches_made_again_carry_the_same_advantages() -> None:
+    config = RunConfig(algorithm=RAE(decay=0.5))
+    config.orchestrator.group_size = 1
+    first = BatchMaker(config, Lineages([]))
+    groups = [group("a", [1.0]), group("b", [-1.0])]
+    cuts = [(first.state(), first.make(step, [made])) for step, made in enumerate(groups, 1)]
+    resumed = BatchMaker(config, Lineages([]), first.state())
+    for made, (before, batch) in zip(groups, cuts, strict=True):
+        ids = [s.sample_id for s in batch.samples]
+        again = resumed.make_again(recorded(batch.step, made, ids, before))
+        assert again.samples == batch.samples and again.journal_offset == 7
+    assert resumed.state() == first.state()
+    with pytest.raises(CorruptData, match="its samples differ"):
+        resumed.make_again(recorded(1, groups[0], ["other"], {}))
+
+
+def test_a_batch_without_samples_leaves_baselines_alone() -> None:
+    maker = BatchMaker(RunConfig(algorithm=RAE(decay=0.5)), Lineages([]), {"words": {"": 1.0}})
+    assert maker.make(1, [group("a", [1.0])]).samples == []
+    assert maker.make(20, [group("b", [5.0])]).samples == []
+    assert maker.state() == {"words": {"": 1.0}}
 
 
 def test_agents_of_one_episode_are_credited_apart() -> None:

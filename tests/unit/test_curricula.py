@@ -9,8 +9,11 @@ from prime_hpc.algorithms.curricula import Mixture, OrderedSampler, PoolSampler,
 from prime_hpc.config.curriculum import DifficultyPools, Pool, Sequential, Shuffled
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.errors import ConfigurationError
+from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, JournalState, Memory
 from prime_hpc.orchestrator.tasks import TaskStream
+from prime_hpc.transport.messages import PolicyVersion
 
+V0 = PolicyVersion(0, 0)
 POOLS = [Pool(name="easy", threshold=1.0, weight=0.0), Pool(name="hard", threshold=0.25, weight=0.0),
          Pool(name="normal", threshold=0.75, weight=1.0)]  # fmt: skip
 
@@ -123,22 +126,17 @@ def test_num_tasks_of_the_source_limits_the_taskset() -> None:
     assert Counter(source for source, _, _ in drawn) == {"a": 40, "b": 20}
 
 
-def test_a_restored_stream_numbers_its_draws_on() -> None:
-    straight = stream()
-    for _ in range(20):
-        source, _, index = straight.draw(1)
-        straight.observe(source, index, [0.0, index % 3 / 2])
+def test_a_stream_goes_on_behind_the_last_record_of_the_journal() -> None:
+    straight, journal = stream(), JournalState()
+    for n in range(50):
+        source, draw, index = straight.draw(journal.step + 1)
+        journal.apply(GroupOpened(group_id=str(n), source=source, draw=draw, task_index=index, version=V0), n)
+        if n < 31:
+            straight.observe(source, index, [0.0, index % 3 / 2])
+        if n % 10 == 0:
+            memory = Memory(tasks=copied(straight.state()))
+            journal.apply(BatchCut(step=n // 10 + 1, lineage=0, group_ids=[], sample_ids=[], memory=memory), n)
     straight.observe("a", 0, [])
     resumed = stream()
-    resumed.restore(copied(straight.state()), {"a": 13, "b": 7})
-    expected = [straight.draw(2) for _ in range(40)]
-    assert [resumed.draw(2) for _ in range(40)] == expected
-    assert next(draw for source, draw, _ in expected if source == "b") == 7
-
-
-def test_a_stream_without_a_batch_yet_goes_on_from_the_draws() -> None:
-    straight, resumed = stream(), stream()
-    first = [straight.draw(1) for _ in range(9)]
-    resumed.restore({}, {"a": 6, "b": 3})
-    assert [resumed.draw(1) for _ in range(9)] == [straight.draw(1) for _ in range(9)]
-    assert Counter(source for source, _, _ in first) == {"a": 6, "b": 3}
+    resumed.restore(journal)
+    assert [resumed.draw(9) for _ in range(60)] == [straight.draw(9) for _ in range(60)]

@@ -7,7 +7,8 @@ import pytest
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
-from prime_hpc.plan.build import Attempt, build_plan, place_gpus
+from prime_hpc.plan.build import Attempt, build_plan
+from prime_hpc.plan.placement import place_gpus
 from prime_hpc.plan.run_plan import PLAN_SCHEMA, load
 
 

@@ -65,9 +65,9 @@ def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = Non
     for key, value in settings.items():
         setattr(config.orchestrator, key, value)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
-    journal = journal or Journal(tmp_path / "journal.bin")
+    journal = journal or Journal.start(tmp_path / "journal.bin")
     stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
-    stream.restore(journal.state.memory.tasks, journal.state.draws)
+    stream.restore(journal.state)
     return Scheduler(role, gate, stream, clock, journal)
 
 
@@ -140,7 +140,7 @@ def test_hopeless_groups_are_cancelled_running_or_ready(tmp_path: Path) -> None:
         await settle()
         assert (len(scheduler.ready), len(scheduler.open)) == (1, 2)
         clock.served = PolicyVersion(0, 5)
-        assert scheduler.cancel_where(lambda group: group.version.step < 5) == 3 * GROUP
+        assert scheduler.cancel_where(lambda group: group.version.step < 5, "stale") == 3 * GROUP
         await scheduler.notify()
         await settle()
         assert {g.version.step for g in scheduler.open.values()} == {5}
@@ -164,7 +164,7 @@ def test_restored_groups_run_what_is_missing_under_the_same_task(tmp_path: Path)
         offset = journal.offset
         await stopped(scheduler, task)
 
-        journal = Journal(tmp_path / "journal.bin", upto=offset)
+        journal = Journal.reopen(tmp_path / "journal.bin", 0, offset, rewind=True)
         gate, again = Gate(), None
         again = make(tmp_path, gate, clock, journal)
         again.restore(journal.state)

@@ -1,0 +1,74 @@
+"""Submission through submitit: one job a batch script, the pickled task beside the results of every step."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import DelayedSubmission
+from submitit.slurm.slurm import SlurmExecutor
+
+from prime_hpc.cluster.files import read_json, write_json
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.launchers.slurm.allocation import Job, jobs, script_name
+from prime_hpc.launchers.slurm.jobs import RunJob
+from prime_hpc.launchers.slurm.sbatch import render_script, write_scripts
+from prime_hpc.launchers.slurm.task import RoleTask
+from prime_hpc.plan.run_plan import RunPlan
+
+
+class JobExecutor(SlurmExecutor):
+    """Submits one job of a plan: its own batch script in place of submitit's, every task a process of the plan."""
+
+    def __init__(self, plan: RunPlan, job: Job, dependency: str | None = None):
+        super().__init__(RunPaths(Path(plan.run_dir)).slurm)
+        self.plan, self.job, self.dependency = plan, job, dependency
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return render_script(self.plan, self.job)
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        after = [f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"] if self.dependency else []
+        return ["sbatch", *after, str(Path(self.plan.run_dir) / script_name(self.job))]
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
+        [submitted] = super()._internal_process_submissions(delayed_submissions)
+        for unit in self.job.units(self.plan):
+            pickle = self.folder / unit.name / submitted.paths.submitted_pickle.name
+            pickle.parent.mkdir(parents=True, exist_ok=True)
+            pickle.symlink_to(Path("..", pickle.name))
+        return [submitted]
+
+
+def submit(plan: RunPlan, after: str | None = None) -> RunJob:
+    """Write the batch scripts of a plan and submit them, those of linked jobs to start no sooner than the main one.
+
+    The main job of a successor starts once the job `after` has ended.
+
+    Raises:
+        InfrastructureFailure: there is no Slurm here, or it refuses a job; jobs submitted before are cancelled.
+    """
+    if shutil.which("sbatch") is None:
+        raise InfrastructureFailure("there is no sbatch on this machine: submit from a login node of the cluster, or "
+                                    "write the files of the run with launcher=dry_run")  # fmt: skip
+    paths = RunPaths(Path(plan.run_dir))
+    paths.slurm.mkdir(parents=True, exist_ok=True)
+    write_scripts(plan)
+    ids: list[str] = []
+    for job in jobs(plan):
+        try:
+            executor = JobExecutor(plan, job, dependency=f"after:{ids[0]}" if ids else after and f"afterany:{after}")
+            ids.append(executor.submit(RoleTask(paths.plan)).job_id)
+        except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
+            for submitted in ids:
+                subprocess.run(["scancel", submitted])
+            raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
+    return RunJob(plan, ids)
+
+
+def find(plan: RunPlan) -> RunJob | None:
+    """The submitted jobs of a run, from what its directory says; None for a run that was not submitted."""
+    record = read_json(RunPaths(Path(plan.run_dir)).job)
+    return RunJob(plan, record["job_ids"]) if record else None
