@@ -1,5 +1,6 @@
 """Checks across fields: combinations that the types allow and a run does not survive. None needs torch or a GPU."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_hpc.config.algorithm import AlgorithmConfig
+from prime_hpc.config.algorithm import AlgorithmConfig, CustomAlgorithm
 from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss
@@ -22,7 +23,11 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    by_mode = {"rl": (_rollouts, _loss, _sources, _sampling, _engines), "sft": (_sft,), "serve": (_engines,)}
+    by_mode = {
+        "rl": (_rollouts, _loss, _functions, _sources, _sampling, _engines),
+        "sft": (_sft,),
+        "serve": (_engines,),
+    }
     checks = [_model, _optimizer, *by_mode[config.mode], *((find_slurm_conflicts,) if config.launcher.on_slurm else ())]
     return [problem for check in checks for problem in check(config)]
 
@@ -109,6 +114,23 @@ def _loss(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("loss.ref_tau", loss.ref_tau, "0: nothing scores rollouts under a reference model yet")
     if isinstance(loss, ImportanceLoss) and loss.low >= loss.high:
         yield ConfigProblem("loss.low", loss.low, f"less than loss.high = {loss.high}")
+
+
+def _functions(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Functions of the user's whose module cannot be found here."""
+    sections: dict[str, Any] = {"loss": config.loss, "algorithm": config.algorithm}
+    sections |= {f"env.train.{i}.algorithm": source.algorithm for i, source in enumerate(config.env.train)}
+    for key, section in sections.items():
+        if isinstance(section, CustomLoss | CustomAlgorithm) and not _is_importable(section.import_path):
+            expected = "`module.function` of a module that can be imported from here"
+            yield ConfigProblem(f"{key}.import_path", section.import_path, expected)
+
+
+def _is_importable(function: str) -> bool:
+    try:
+        return importlib.util.find_spec(function.rpartition(".")[0]) is not None
+    except ModuleNotFoundError:  # a parent is missing
+        return False
 
 
 def _sources(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -6,11 +6,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from prime_hpc.config.algorithm import CustomAlgorithm
 from prime_hpc.config.checks import find_conflicts, source_algorithm
 from prime_hpc.config.compose import conf_dir, options
 from prime_hpc.config.curriculum import DifficultyPools, Pool
 from prime_hpc.config.env import SourceConfig
-from prime_hpc.config.loss import ImportanceLoss, PPOLoss
+from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PPOLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 
@@ -59,6 +60,15 @@ def test_losses_that_cannot_work_are_named() -> None:
     ]
     config = RunConfig(loss=ImportanceLoss(low=2.0, high=2.0))
     assert conflicts(config, "loss") == ["loss.low = 2.0: expected less than loss.high = 2.0"]
+
+
+def test_functions_that_cannot_be_found_are_named() -> None:
+    config = RunConfig(loss=CustomLoss(import_path="no.such.loss"))
+    config.env.train = [SourceConfig(id="x", algorithm=CustomAlgorithm(import_path="json.such")),
+                        SourceConfig(id="y", algorithm=CustomAlgorithm(import_path="jsn.such"))]  # fmt: skip
+    expected = "expected `module.function` of a module that can be imported from here"
+    assert conflicts(config, "loss") == [f"loss.import_path = 'no.such.loss': {expected}"]
+    assert conflicts(config, "env.train") == [f"env.train.1.algorithm.import_path = 'jsn.such': {expected}"]
 
 
 def with_sources(**algorithms: dict[str, Any] | None) -> RunConfig:

@@ -24,7 +24,7 @@ def policy_gradient(
     """
     members = tensors.rl_members
     advantages = torch.where(members, config.adv_tau * tensors.advantages, 0.0)
-    made = surrogate(config, Tokens(logprobs, ratio, advantages, members, tensors.sequences))
+    made = surrogate(config, Tokens(tensors, logprobs, ratio, advantages, members))
     loss = made.loss + config.kl_tau * torch.where(members, ratio.log, 0.0).square()
     metrics = _drop_metrics(made, ratio, advantages, members)
     if config.ref_tau:

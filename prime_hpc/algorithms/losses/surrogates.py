@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prime_hpc.algorithms.losses.ratio import Ratio, exp_where
-from prime_hpc.algorithms.losses.sequences import Sequences
+from prime_hpc.algorithms.losses.tensors import MicroBatchTensors
 from prime_hpc.config.loss import DPPOLoss, GSPOLoss, ImportanceLoss, IPOLoss, PolicyGradient, PPOLoss
 
 
@@ -26,13 +26,13 @@ class Surrogate:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a surrogate reads: [n] each; advantages are 0 outside the members."""
+    """What a surrogate reads: [n] each, of `row`; advantages are 0 outside the members."""
 
+    row: MicroBatchTensors
     logprobs: Tensor
     ratio: Ratio
     advantages: Tensor
     members: Tensor
-    sequences: Sequences
 
 
 def surrogate(config: PolicyGradient, tokens: Tokens) -> Surrogate:
@@ -67,7 +67,7 @@ def gspo(tokens: Tokens, low: float, high: float) -> Surrogate:
     Written token by token as in GSPO-token (eq. 13-14), so that advantages may differ within a sequence; where they do
     not, both have the same value and gradient.
     """
-    log, sequences = tokens.ratio.log, tokens.sequences
+    log, sequences = tokens.ratio.log, tokens.row.sequences
     still = log.detach()
     mean = sequences.sum(still, tokens.members) / sequences.count(tokens.members)
     return _clipped(tokens, sequences.spread(mean) + log - still, low, high)
@@ -93,9 +93,10 @@ def importance(tokens: Tokens, config: ImportanceLoss) -> Surrogate:
 
 def _level(tokens: Tokens, config: ImportanceLoss) -> Tensor:
     """[n]: logarithm of the ratio of each token, of its sequence, or of the sequence's geometric mean."""
-    log, sequences = tokens.ratio.log.detach(), tokens.sequences
+    log = tokens.ratio.log.detach()
     if config.level == "token":
         return log
+    sequences = tokens.row.sequences
     total = sequences.sum(log, tokens.members)
     return sequences.spread(total if config.level == "sequence" else total / sequences.count(tokens.members))
 
