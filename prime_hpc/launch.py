@@ -1,9 +1,9 @@
 """The entry point: compose the configuration, check it, make the plan, hand it to a launcher.
 
-    python -m prime_hpc.launch +experiment=reverse_text_cpu
-    python -m prime_hpc.launch -m +experiment=reverse_text_cpu seed=1,2,3
-    python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run
-    python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
+python -m prime_hpc.launch +experiment=reverse_text_cpu
+python -m prime_hpc.launch -m +experiment=reverse_text_cpu seed=1,2,3
+python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run
+python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
 """
 
 import sys

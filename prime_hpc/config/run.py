@@ -3,17 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.inference import InferenceConfig
+from prime_hpc.config.loss import DPPOLoss, LossConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
 from prime_hpc.config.recovery import RecoveryConfig
 from prime_hpc.config.sections import (
     FORBID_UNKNOWN,
-    AlgorithmConfig,
     CheckpointConfig,
     LauncherConfig,
-    LossConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
@@ -44,9 +44,9 @@ class RunConfig:
     """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = field(default_factory=GRPO)
     """Credit assignment."""
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = field(default_factory=DPPOLoss)
     """Policy-gradient loss."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimiser and schedule."""

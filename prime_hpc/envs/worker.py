@@ -13,7 +13,7 @@ from functools import partial
 import zmq.asyncio
 
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.checks import source_name
+from prime_hpc.config.checks import source_algorithm, source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.envs.environment import Environment, offer_token
 from prime_hpc.envs.failures import CANCELLED, failure_of_exception, limited
@@ -90,6 +90,7 @@ class Worker:
         self._watchdog = watchdog
         self._address = address
         self._seq_len = role.config.seq_len
+        self._echo = source_algorithm(role.config, source).echo
         self._capacity = role.config.env.rollouts_per_worker
         self._places = asyncio.Semaphore(self._capacity)
         self._stamps = StampClient(role.secrets.token)
@@ -177,7 +178,7 @@ class Worker:
             stamps = {t.id: await self._stamps.fetch(request.base_url, t.id) for t in traces}
             seconds = time.monotonic() - began
             self._role.reach("sampling.after")
-            rollout = make_rollout(request, self._source, episode, stamps, self._seq_len, seconds)
+            rollout = make_rollout(request, self._source, episode, stamps, self._seq_len, seconds, self._echo)
             return RolloutDone(worker=self._role.process.name, rollout=rollout, messages=conversation(episode))
 
     def _answer(self, request: RunRollout, task: asyncio.Task[RolloutDone]) -> None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,6 +41,13 @@ class RolloutFinished(msgspec.Struct, tag=True, kw_only=True):
     done: RolloutDone
 
 
+class Memory(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What credit assignment (by source) and task order remember from batch to batch."""
+
+    credit: dict[str, dict[str, float]] = {}
+    tasks: dict[str, Any] = {}
+
+
 class BatchCut(msgspec.Struct, tag=True, kw_only=True):
     """Batch `step` took these groups under `lineage`; `sample_ids` are what it trains, in order."""
 
@@ -47,6 +55,7 @@ class BatchCut(msgspec.Struct, tag=True, kw_only=True):
     lineage: int
     group_ids: list[str]
     sample_ids: list[str]
+    memory: Memory = msgspec.field(default_factory=Memory)
 
 
 class GroupsDropped(msgspec.Struct, tag=True, kw_only=True):
@@ -77,11 +86,13 @@ class RecordedGroup:
 
 @dataclass
 class RecordedBatch:
-    """A batch as the journal tells it; `offset` is where the journal goes on behind it."""
+    """A batch as the journal tells it; `offset` is where the journal goes on behind it, `before` the memory that it was
+    made with."""
 
     cut: BatchCut
     groups: list[RecordedGroup]
     offset: int
+    before: Memory
 
 
 @dataclass
@@ -95,6 +106,10 @@ class JournalState:
     """Group id -> reason."""
     step: int = 0
     attempt: int = 0
+    memory: Memory = field(default_factory=Memory)
+    """As of the last batch."""
+    drawn: list[str] = field(default_factory=list)
+    """Sources of the groups that were opened since."""
 
     def apply(self, record: Record, offset: int) -> None:
         """Take in the record that ends at `offset`."""
@@ -102,13 +117,14 @@ class JournalState:
             case GroupOpened():
                 self.groups[record.group_id] = RecordedGroup(record)
                 self.draws[record.source] = max(self.draws.get(record.source, 0), record.draw + 1)
+                self.drawn.append(record.source)
             case RolloutFinished():
                 if record.group_id in self.groups:
                     self.groups[record.group_id].done.append(record.done)
             case BatchCut():
-                self.step = record.step
                 groups = [self.groups.pop(group_id) for group_id in record.group_ids]
-                self.batches[record.step] = RecordedBatch(record, groups, offset)
+                self.batches[record.step] = RecordedBatch(record, groups, offset, self.memory)
+                self.step, self.memory, self.drawn = record.step, record.memory, []
             case GroupsDropped():
                 for group_id in record.group_ids:
                     self.groups.pop(group_id, None)

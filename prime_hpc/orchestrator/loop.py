@@ -13,11 +13,11 @@ from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.journal import BatchCut, open_journal
+from prime_hpc.orchestrator.journal import BatchCut, Memory, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
-from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
@@ -38,7 +38,7 @@ class Orchestrator:
         self.lineages = Lineages(read_forks(role.paths.forks))
         self.pool, self.server = EnvPool(role), open_server(role)
         self.shelf = BatchShelf(self.config)
-        self.maker = BatchMaker(self.config, self.lineages)
+        self.maker = BatchMaker(self.config, self.lineages, self.journal.state.memory.credit)
         self.ledger = Ledger(role, self.start_step)
         self.drained = False
 
@@ -76,13 +76,11 @@ class Orchestrator:
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
-        draws = self.journal.state.draws
-        orders = {name: TaskOrder(source, self.pool.num_tasks[name], self.config.seed, draws.get(name, 0))
-                  for name, source in train.items()}  # fmt: skip
+        self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
+        self.tasks.restore(self.journal.state)
         self.runner = Runner(self.role, self.pool, self.fleet)
         self.evaluator = Evaluator(self.role, self.runner, self.pool)
-        mixture = Mixture({name: source.ratio for name, source in train.items()}, orders)
-        self.scheduler = Scheduler(self.role, self.runner, mixture, self.versions, self.journal)
+        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal)
         self.scheduler.restore(self.journal.state)
         self.role.rendezvous.publish("sampling")
 
@@ -139,7 +137,9 @@ class Orchestrator:
     async def _ship(self, batch: Batch) -> None:
         self.role.reach("batch.before")
         group_ids, sample_ids = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
-        cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids)
+        memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
+        cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids,
+                       memory=memory)  # fmt: skip
         self.journal.append(cut, durable=True)
         self.role.reach("batch.during")
         await self.shelf.put(replace(batch, journal_offset=self.journal.offset))

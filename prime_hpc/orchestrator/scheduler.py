@@ -8,14 +8,14 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import GroupOpened, GroupsDropped, Journal, JournalState, RolloutFinished
 from prime_hpc.orchestrator.runner import Runner
-from prime_hpc.orchestrator.tasks import Mixture
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
 
 
 class Scheduler:
     """Holds the groups that run (`open`) and those that wait for a batch (`ready`)."""
 
-    def __init__(self, role: Role, runner: Runner, mixture: Mixture, versions: Versions, journal: Journal):
+    def __init__(self, role: Role, runner: Runner, stream: TaskStream, versions: Versions, journal: Journal):
         settings = role.config.orchestrator
         self.ready: list[Group] = []
         self.open: dict[str, Group] = {}
@@ -24,7 +24,7 @@ class Scheduler:
         self.changed = asyncio.Condition()
         self._settings = settings
         self._max_inflight = settings.max_inflight or settings.batch_size
-        self._runner, self._mixture, self._versions, self._journal = runner, mixture, versions, journal
+        self._runner, self._stream, self._versions, self._journal = runner, stream, versions, journal
         self._tasks: dict[str, asyncio.Task] = {}
 
     @property
@@ -41,6 +41,7 @@ class Scheduler:
         for recorded in state.groups.values():
             group = Group.restored(recorded.opened, recorded.done, self._settings.group_size)
             if group.finished:
+                self._observe(group)
                 self.ready.append(group)
             else:
                 self.open[group.group_id] = group
@@ -98,7 +99,7 @@ class Scheduler:
         )
 
     def _draw(self) -> Group:
-        source, draw, index = self._mixture.draw()
+        source, draw, index = self._stream.draw(self._versions.shipped + 1)
         group = Group(uuid.uuid4().hex[:12], source, index, self._versions.served, self._settings.group_size)
         opened = GroupOpened(group_id=group.group_id, source=source, draw=draw, task_index=index, version=group.version)
         self._journal.append(opened)
@@ -115,8 +116,12 @@ class Scheduler:
                 rollouts.create_task(self._run_rollout(group, f"{group.group_id}-{i}"))
         self._tasks.pop(group.group_id)
         self.open.pop(group.group_id)
+        self._observe(group)
         self.ready.append(group)
         await self.notify()
+
+    def _observe(self, group: Group) -> None:
+        self._stream.observe(group.source, group.task_index, [r.reward for r in group.scored])
 
     async def _run_rollout(self, group: Group, rollout_id: str) -> None:
         done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)

@@ -12,6 +12,7 @@ from prime_hpc.orchestrator.journal import (
     GroupOpened,
     GroupsDropped,
     Journal,
+    Memory,
     RolloutFinished,
     open_journal,
     read,
@@ -49,6 +50,19 @@ def test_replay_returns_what_no_batch_has_taken(tmp_path: Path) -> None:
     assert state.groups["b"].done[0].messages == '["hi"]'
     assert state.draws == {"words": 2}, "the task drawn after the checkpoint is drawn again"
     assert state.step == 1
+
+
+def test_replay_returns_the_memory_of_the_last_batch_and_what_each_was_made_with(tmp_path: Path) -> None:
+    journal, _ = written(tmp_path / "journal.bin")
+    memories = [Memory(credit={"words": {"white": b}}, tasks={"mixture": {"words": -b}}) for b in (0.1, 0.3)]
+    for step, memory in enumerate(memories, 2):
+        journal.append(BatchCut(step=step, lineage=0, group_ids=[], sample_ids=[], memory=memory))
+    journal.append(opened("c", 2))
+    journal.close()
+    state = Journal.reopen(tmp_path / "journal.bin").state
+    assert state.memory == memories[1]
+    assert [state.batches[step].before for step in (1, 2, 3)] == [Memory(), Memory(), memories[0]]
+    assert state.drawn == ["words"] and state.draws == {"words": 3}
 
 
 def test_resuming_drops_what_lies_behind_the_offset(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.orchestrator.journal import Journal
 from prime_hpc.orchestrator.scheduler import Scheduler
-from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
 
 GROUP = 4
@@ -66,8 +66,9 @@ def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = Non
         setattr(config.orchestrator, key, value)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
     journal = journal or Journal.start(tmp_path / "journal.bin")
-    order = TaskOrder(SourceConfig(id="words"), 100, 0, journal.state.draws.get("words", 0))
-    return Scheduler(role, gate, Mixture({"words": 1.0}, {"words": order}), clock, journal)
+    stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
+    stream.restore(journal.state)
+    return Scheduler(role, gate, stream, clock, journal)
 
 
 async def started(scheduler: Scheduler) -> asyncio.Task:

@@ -97,4 +97,3 @@ def _wait(units: list[StepUnit], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(unit.srun.poll() is None for unit in units):
         time.sleep(POLL_S)
-
