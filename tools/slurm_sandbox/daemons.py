@@ -17,6 +17,7 @@ from tools.slurm_sandbox.waiting import wait_for
 
 START_S = 60.0
 STOP_S = 10.0
+SAME_START_S = 2.0
 LOG_LINES = 10
 SLURM_PREFIXES = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL")
 
@@ -48,7 +49,8 @@ def find(layout: Layout, name: str) -> psutil.Process | None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(record["pid"])
-        if process.create_time() == record["created"] and _lives(process):
+        # The clock may have been set since: start times are seconds since boot, added to the time of boot.
+        if abs(process.create_time() - record["created"]) < SAME_START_S and _lives(process):
             return process
     return None
 
