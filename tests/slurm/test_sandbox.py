@@ -21,8 +21,24 @@ pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
+OTHER = ["--nodes", "2", "--cpus", "1", "--gpus", "0"]
 CLI = [sys.executable, "-m", "tools.slurm_sandbox"]
 DESCRIBE = "echo $SLURMD_NODENAME $(hostname) $(getent hosts $SLURMD_NODENAME)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silenced(slurm_sandbox: SlurmSandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HetJob]:
+    """A job on `node1` of a second sandbox, begun by the command line, whose slurmd was killed. Slurm takes a while to
+    notice, so this comes before all tests and the last ones ask for it."""
+    directory, folder = tmp_path_factory.mktemp("other") / "slurm", tmp_path_factory.mktemp("silenced")
+    subprocess.run([*CLI, "up", "--dir", directory, *OTHER], cwd=ROOT, check=True)
+    other = SlurmSandbox.attach(directory)
+    wrap = f"--wrap=exec {sys.executable} {TASK} 0.0 end"
+    job = HetJob(other, folder, other.submit(f"--chdir={folder}", "--nodelist=node1", wrap), [Component("")])
+    job.wait_for_tasks()
+    other.kill_slurmd("node1")
+    yield job
+    other.down()
 
 
 def test_every_node_has_its_own_name_and_address(slurm: SlurmSandbox):
@@ -71,50 +87,12 @@ def test_tasks_outlive_a_slurmd_that_is_back_in_time(slurm: SlurmSandbox):
     assert slurm.wait(job, "COMPLETED") == {job: "COMPLETED"}
 
 
-def test_a_silent_nodes_job_is_requeued_while_its_tasks_run_on(slurm: SlurmSandbox, tmp_path: Path):
-    command = f"exec {sys.executable} {TASK} 0.0 end"
-    job = slurm.submit(f"--chdir={tmp_path}", "--nodelist=node4", f"--wrap={command}")
-    task = HetJob(slurm, tmp_path, job, [Component("")])
-    task.wait_for_tasks()
-    slurm.kill_slurmd("node4")
-    slurm.wait(job, "PENDING")
-    assert slurm.node_state("node4") == "down*"
-    assert psutil.pid_exists(int(task.env(0)["SLURM_TASK_PID"]))
-    assert task.signals(0) == []
-    task.finish()
-    slurm.restart_slurmd("node4")
-
-
 def test_accounting_has_an_exit_code_and_the_reason_of_the_end(slurm: SlurmSandbox):
     failed = slurm.submit("--output=/dev/null", "--wrap=exit 3")
     slurm.wait(failed, "FAILED")
     wait_for(lambda: slurm.sacct(failed) == {failed: "FAILED"}, "FAILED", "slurmdbd", 30.0)
     row = slurm.run(["sacct", "-nPX", f"--jobs={failed}", "--format=ExitCode"]).stdout
     assert row == "3:0\n"
-
-
-def test_another_sandbox_beside_it_leaves_no_process_behind(slurm: SlurmSandbox, other: Path, tmp_path: Path):
-    lines = subprocess.run([*CLI, "env", "--dir", other], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    ask = f"{lines}\nsinfo --noheader --format='%R %D %G'\nsbatch --parsable --nodes=2 --wrap='sleep 300'"
-    seen = subprocess.run(["bash", "-c", ask], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    assert seen.splitlines() == ["all 2 (null)", "cpu 1 (null)", "preemptible 2 (null)", "1"]
-    sandbox = SlurmSandbox.attach(other)
-    sandbox.wait("1", "RUNNING")
-    assert len(carrying(other)) >= 4
-    sandbox.kill_slurmd("node1")
-    subprocess.run([*CLI, "down", "--dir", other], cwd=ROOT, check=True)
-    assert carrying(other) == []
-    assert slurm.run(["sinfo", "--noheader", "--partition=all", "--format=%D %T"]).stdout == "5 idle\n"
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[Path]:
-    """The directory of a sandbox that the command line started."""
-    directory = tmp_path / "other"
-    size = ["--nodes", "2", "--cpus", "1", "--gpus", "0"]
-    subprocess.run([*CLI, "up", "--dir", directory, *size], cwd=ROOT, check=True)
-    yield directory
-    SlurmSandbox.attach(directory).down()
 
 
 def test_a_directory_that_is_no_sandbox_is_refused(slurm: SlurmSandbox, tmp_path: Path):
@@ -138,7 +116,30 @@ def test_without_root(slurm: SlurmSandbox, unprivileged: Path):
     assert answers.get(timeout=60) == "nobody nobody\n"
     child.join(60)
     assert child.exitcode == 0
-    assert carrying(unprivileged) == []
+    assert living_by(unprivileged) == []
+
+
+def test_a_silent_nodes_job_is_requeued_while_its_tasks_run_on(silenced: HetJob):
+    assert silenced.sandbox.wait(silenced.id, "PENDING") == {silenced.id: "PENDING"}
+    assert silenced.sandbox.node_state("node1") == "down*"
+    assert psutil.pid_exists(int(silenced.env(0)["SLURM_TASK_PID"]))
+    assert silenced.signals(0) == []
+
+
+def test_another_sandbox_beside_it_leaves_no_process_behind(silenced: HetJob, slurm: SlurmSandbox):
+    directory = silenced.sandbox.layout.directory
+    lines = subprocess.run(
+        [*CLI, "env", "--dir", directory], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    ask = f"{lines}\nsinfo --noheader --format='%R %D %G'"
+    seen = subprocess.run(["bash", "-c", ask], check=True, capture_output=True, text=True).stdout
+    assert seen.splitlines() == ["all 2 (null)", "cpu 1 (null)", "preemptible 2 (null)"]
+    alive = living_by(directory)
+    assert {"munged", "slurmctld", "slurmd", "slurmstepd"} <= {process.name() for process in alive}
+    assert int(silenced.env(0)["SLURM_TASK_PID"]) in {process.pid for process in alive}
+    subprocess.run([*CLI, "down", "--dir", directory], cwd=ROOT, check=True)
+    assert living_by(directory) == []
+    assert slurm.run(["sinfo", "--noheader", "--partition=all", "--format=%D %T"]).stdout == "5 idle\n"
 
 
 @pytest.fixture
@@ -159,14 +160,15 @@ def use_as_nobody(directory: Path, answers: "multiprocessing.Queue[str]") -> Non
         answers.put(sandbox.run(["srun", "--nodes=2", "whoami"]).stdout.replace("\n", " ", 1))
 
 
-def carrying(directory: Path) -> list[psutil.Process]:
-    """Processes that live by a sandbox's configuration."""
+def living_by(directory: Path) -> list[psutil.Process]:
+    """Processes that work in a sandbox's directory or follow its configuration."""
     conf = str(directory / "etc" / "slurm.conf")
-    return [process for process in psutil.process_iter() if variables(process).get("SLURM_CONF") == conf]
+    return [process for process in psutil.process_iter() if belongs(process, str(directory), conf)]
 
 
-def variables(process: psutil.Process) -> dict[str, str]:
+def belongs(process: psutil.Process, directory: str, conf: str) -> bool:
     try:
-        return process.environ()
+        lives = process.status() != psutil.STATUS_ZOMBIE
+        return lives and (process.cwd() == directory or process.environ().get("SLURM_CONF") == conf)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return {}
+        return False

@@ -17,6 +17,7 @@ from tools.slurm_sandbox.waiting import wait_for
 
 START_S = 60.0
 STOP_S = 10.0
+SAME_START_S = 2.0
 LOG_LINES = 10
 SLURM_PREFIXES = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL")
 
@@ -48,7 +49,8 @@ def find(layout: Layout, name: str) -> psutil.Process | None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(record["pid"])
-        if process.create_time() == record["created"] and _lives(process):
+        # The clock may have been set since: start times are seconds since boot, added to the time of boot.
+        if abs(process.create_time() - record["created"]) < SAME_START_S and _lives(process):
             return process
     return None
 
@@ -69,9 +71,11 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def job_processes(layout: Layout, node: str | None = None) -> list[psutil.Process]:
-    """Step managers and tasks of the sandbox's jobs, of one node or of all. Slurm's own daemons outlive none of their
-    steps when killed, so that these are found by what they carry in their environment."""
-    return [process for process in psutil.process_iter() if _belongs(process, str(layout.conf), node)]
+    """Tasks and step managers of the sandbox's jobs, of one node or of all. A killed slurmd leaves them running."""
+    nodes = [node] if node else layout.names
+    logs = {str(layout.log(f"slurmd-{name}")) for name in nodes}
+    processes = psutil.process_iter()
+    return [p for p in processes if _is_task(p, str(layout.conf), nodes) or _is_step_manager(p, logs)]
 
 
 def wait_until(layout: Layout, daemon: str, wanted: str, condition: Callable[[], bool]) -> None:
@@ -116,12 +120,16 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _belongs(process: psutil.Process, conf: str, node: str | None) -> bool:
-    try:
+def _is_task(process: psutil.Process, conf: str, nodes: Sequence[str]) -> bool:
+    """Slurm tells tasks and batch scripts their node, and slurmd which configuration it follows."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         env = process.environ()
-        owner = env.get("SLURMD_NODENAME")
-        return (
-            env.get("SLURM_CONF") == conf and owner is not None and node in (None, owner) and process.name() != "slurmd"
-        )
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
+        return env.get("SLURM_CONF") == conf and env.get("SLURMD_NODENAME") in nodes
+    return False
+
+
+def _is_step_manager(process: psutil.Process, logs: set[str]) -> bool:
+    """They overwrite their environment with their title, but write to their slurmd's log."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return process.name() == "slurmstepd" and any(file.path in logs for file in process.open_files())
+    return False

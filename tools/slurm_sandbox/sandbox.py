@@ -9,7 +9,7 @@ from typing import Self
 
 import psutil
 
-from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.errors import DeadlineExceeded, InfrastructureFailure
 from tools.slurm_sandbox import accounting, configuration, daemons, startup
 from tools.slurm_sandbox.layout import Layout, free_ports, load
 from tools.slurm_sandbox.waiting import wait_for
@@ -116,7 +116,11 @@ class SlurmSandbox:
                 raise InfrastructureFailure(f"job {job} will not be {wanted}: {now}; see its output")
             return {} if missing else now
 
-        return wait_for(reached, f"{wanted} of job {job}", "slurmctld", timeout_s)
+        try:
+            return wait_for(reached, f"{wanted} of job {job}", "slurmctld", timeout_s)
+        except DeadlineExceeded as late:
+            late.add_note(self.run(["squeue", "--states=all", "--format=%i %T %r %N"]).stdout)
+            raise
 
     def jobs(self) -> set[str]:
         """Ids of the jobs that have not ended, of heterogeneous ones the leaders'."""
@@ -199,10 +203,7 @@ class SlurmSandbox:
         return self.run(["scontrol", "ping"], check=False).returncode == 0
 
     def _start_slurmd(self, node: str) -> None:
-        # Step managers inherit the name, which tells whose they are.
-        daemons.start(
-            self.layout, slurmd_name(node), startup.slurmd_command(self.layout, node), {"SLURMD_NODENAME": node}
-        )
+        daemons.start(self.layout, slurmd_name(node), startup.slurmd_command(self.layout, node))
 
     def _wait_for_slurmd(self, node: str) -> None:
         daemons.wait_until(self.layout, slurmd_name(node), f"{node} ready", lambda: self.node_state(node) in READY)
