@@ -8,6 +8,9 @@ from typing import Any
 class PrimeHPCError(Exception):
     """Base of every error this product raises on purpose; its text says what to do next."""
 
+    restartable = True
+    """Whether a process that ends by this error may do better when it is started again."""
+
 
 @dataclass(frozen=True)
 class ConfigProblem:
@@ -26,6 +29,8 @@ class ConfigProblem:
 class ConfigurationError(PrimeHPCError):
     """The configuration cannot run. Holds every problem found, so that all are mended at once."""
 
+    restartable = False
+
     def __init__(self, problems: list[ConfigProblem]):
         self.problems = problems
         lines = "\n".join(f"  {p}" for p in problems)
@@ -34,6 +39,8 @@ class ConfigurationError(PrimeHPCError):
 
 class EnvironmentFailure(PrimeHPCError):
     """An environment raised, timed out or returned no usable reward."""
+
+    restartable = False
 
 
 class InferenceFailure(PrimeHPCError):
@@ -46,6 +53,8 @@ class InfrastructureFailure(PrimeHPCError):
 
 class SchemaMismatch(InfrastructureFailure):
     """A message or file of a schema version this process does not speak."""
+
+    restartable = False
 
 
 class CorruptData(InfrastructureFailure):

@@ -1,10 +1,10 @@
 """The entry point: compose the configuration, check it, make the plan, hand it to a launcher.
 
-    python -m prime_hpc.launch +experiment=reverse_text_cpu
-    python -m prime_hpc.launch -m +experiment=reverse_text_cpu seed=1,2,3
-    python -m prime_hpc.launch +experiment=reverse_text launcher=slurm_hetjob cluster=my_site
-    python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run launcher.target=slurm_hetjob
-    python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
+python -m prime_hpc.launch +experiment=reverse_text_cpu
+python -m prime_hpc.launch -m +experiment=reverse_text_cpu seed=1,2,3
+python -m prime_hpc.launch +experiment=reverse_text launcher=slurm_hetjob cluster=my_site
+python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run launcher.target=slurm_hetjob
+python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
 """
 
 import sys
@@ -23,6 +23,7 @@ from prime_hpc.envs.load import find_source_problems
 from prime_hpc.errors import ConfigProblem, ConfigurationError, PrimeHPCError
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.registry import launch_plan
+from prime_hpc.models.families import find_model_problems
 
 EXIT_CONFIGURATION = 2
 
@@ -45,7 +46,7 @@ def main(composed: DictConfig) -> None:
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
     config = parse(_resolved(composed))
-    problems = [*find_conflicts(config), *find_source_problems(config)]
+    problems = [*find_conflicts(config), *find_model_problems(config), *find_source_problems(config)]
     if problems:
         raise ConfigurationError(problems)
     stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())

@@ -106,13 +106,14 @@ def make_run(
     model: Path,
     *,
     ranks: int = 1,
+    impl: str = "auto",
     attempt: int = 1,
     checkpoint_path: Path | None = None,
     forks: list[Fork] | None = None,
     **overrides: Any,
 ) -> TrainerRun:
     """A run at `root` that trains `model`; `overrides` are sections of the configuration."""
-    config = OmegaConf.merge(to_dict(RunConfig()), BASE, {"model": {"path": str(model)}}, overrides)
+    config = OmegaConf.merge(to_dict(RunConfig()), BASE, {"model": {"path": str(model), "impl": impl}}, overrides)
     processes = [ProcessPlan(name=f"trainer-{rank}", component="trainer", index=rank, node=0, command=[], log="")
                  for rank in range(ranks)]  # fmt: skip
     for directory in ("rendezvous/acks", "weights", "checkpoints"):

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -20,6 +20,7 @@ import annotated_types
 import yaml
 
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import sections_in, variant_name
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
@@ -47,36 +48,62 @@ TYPE_NAMES = {
 
 def reference() -> str:
     """The whole page."""
-    page, first_keys = INTRODUCTION, {}
-    for key, section in _sections("", RunConfig):
-        page += _again(key, first_keys[section]) if section in first_keys else _section(key, section)
-        first_keys.setdefault(section, key)
+    page, first_keys, repeated = INTRODUCTION, {}, ()
+    for key, variants in _sections("", [RunConfig]):
+        first = first_keys.setdefault(variants[0], key)
+        if key.startswith(repeated):
+            continue
+        if first != key:
+            repeated += (f"{key}.", f"{key}[]")
+        page += _again(key, first) if first != key else _variants(key, variants)
     return page
 
 
-def _sections(key: str, section: type) -> Iterator[tuple[str, type]]:
-    """A section and those inside it, depth first, each with its dotted key."""
-    yield key, section
-    for name, hint in typing.get_type_hints(section, include_extras=True).items():
-        inner, brackets = (get_args(hint)[0], "[]") if get_origin(hint) is list else (hint, "")
-        if dataclasses.is_dataclass(inner):
-            yield from _sections(f"{key}.{name}{brackets}".lstrip("."), inner)
+def _sections(key: str, variants: list[type]) -> Iterator[tuple[str, list[type]]]:
+    """A section and those inside it, depth first: its dotted key and the variants that `name` chooses from."""
+    yield key, variants
+    shown = set()
+    for section in variants:
+        for name, hint in typing.get_type_hints(section).items():
+            inner, brackets = sections_in(hint), "[]" if get_origin(hint) is list else ""
+            if inner and name not in shown:
+                shown.add(name)
+                yield from _sections(f"{key}.{name}{brackets}".lstrip("."), inner)
 
 
 def _again(key: str, first: str) -> str:
     return f"\n## `{key}`\n\nThe same keys as `{first}`.\n"
 
 
-def _section(key: str, section: type) -> str:
+def _variants(key: str, variants: list[type]) -> str:
+    """What variants share comes first; each then lists only the keys of its own."""
+    if len(variants) == 1:
+        return _section(f"`{key}`" if key else "Top level", variants[0], dataclasses.fields(variants[0]))
+    shared = list(dict.fromkeys(base for v in variants for base in v.__bases__ if dataclasses.is_dataclass(base)))
+    parts = [(f"`{key}`", base) for base in shared] + [(f"`{key}` with `name: {variant_name(v)}`", v) for v in variants]
+    return "".join(_section(title, part, _own(part)) for title, part in parts)
+
+
+def _own(section: type) -> list[dataclasses.Field]:
+    """The fields that a dataclass declares itself, `name` aside."""
+    declared = inspect.get_annotations(section)
+    return [field for field in dataclasses.fields(section) if field.name in declared and field.name != "name"]
+
+
+def _section(title: str, section: type, fields: Sequence[dataclasses.Field]) -> str:
     hints, meanings = typing.get_type_hints(section, include_extras=True), _meanings(section)
     rows = [
         f"| `{field.name}` | {_type(hints[field.name])} | {_default(field)} | {_cell(meanings[field.name])} |"
-        for field in dataclasses.fields(section)
-        if not dataclasses.is_dataclass(hints[field.name])
+        for field in fields
+        if not _stands_alone(hints[field.name])
     ]
-    title = f"`{key}`" if key else "Top level"
     table = ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
     return "\n".join(["", f"## {title}", "", inspect.getdoc(section) or "", "", *(table if rows else []), ""])
+
+
+def _stands_alone(hint: Any) -> bool:
+    """Whether a field is a section that is always there, or a choice of variants that is."""
+    return bool(sections_in(hint)) and get_origin(hint) is not list and types.NoneType not in get_args(hint)
 
 
 def _meanings(section: type) -> dict[str, str]:
@@ -95,8 +122,10 @@ def _meanings(section: type) -> dict[str, str]:
 def _type(hint: Any) -> str:
     """A type in the words of a YAML file."""
     origin, args = get_origin(hint), get_args(hint)
+    if origin is not list and sections_in(hint):
+        return "section, or null"
     if origin is Annotated:
-        return ", ".join([_type(args[0]), *_bounds(args[1:])])
+        return ", ".join([_type(args[0]), *_bounds(hint.__metadata__)])
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in args)
     if origin in (typing.Union, types.UnionType):

@@ -20,7 +20,7 @@ from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import RunPlan
 
 FOLDER = Path(__file__).resolve().parent.parent / "sbatch"
-SITE = ["cluster.partition=gpu", "cluster.account=my_account", "cluster.time=24:00:00", "cluster.memory='0'"]
+SITE = ["cluster.partition=gpu", "cluster.account=my_account", "cluster.time=24:00:00", 'cluster.memory="0"']
 SETUP = ["set -e", "source .venv/bin/activate  # and your modules"]
 TWO_NODES = ["cluster.gpus_per_node=8", "cluster.cpus=64"]
 RL = ["+experiment=reverse_text", *TWO_NODES, "inference.replicas=8", "trainer.ranks=8"]
@@ -36,10 +36,10 @@ class Template:
     site: list[str] = field(default_factory=list)
     body: Callable[["Template", str, Job], list[str]] = lambda template, name, _: template.launch(name)
 
-    def launch(self, name: str, *further: str) -> list[str]:
-        """The command that runs in the allocation of its script."""
-        words = [*self.arguments, "launcher.submit=false", f"run.name={name}", *further]
-        lines = ["exec python -u -m prime_hpc.launch", *(f"    {quote(word)}" for word in words)]
+    def launch(self, name: str) -> list[str]:
+        """The command that runs in the allocation of its script, the first time and whenever Slurm starts it again."""
+        words = [*self.arguments, "launcher.submit=false", f"run.name={name}", "resume=auto"]
+        lines = ["exec python -u -m prime_hpc.launch", *(f"    {shlex.quote(word)}" for word in words)]
         return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
     def plan(self, name: str) -> RunPlan:
@@ -53,21 +53,6 @@ class Template:
         comment = [f"# {line}" for line in self.purpose.splitlines()]
         header = render_header(name, job, plan.typed_config().cluster, "%x_%j.log")
         return "\n".join(["#!/bin/bash", *comment, *header, "", *SETUP, *self.body(self, name, job), ""])
-
-
-def chained(template: Template, name: str, job: Job) -> list[str]:
-    """Submits its successor first, and goes on with the run from its newest checkpoint if there is one."""
-    return [
-        f"RUN=outputs/{name}",
-        "LINKS=${LINKS:-4}  # jobs that may still follow one another, this one included",
-        'if [ -e "$RUN/rendezvous/complete" ]; then exit 0; fi',
-        'if [ "$LINKS" -gt 1 ]; then',
-        '    sbatch --dependency="afterany:$SLURM_JOB_ID" --export="ALL,LINKS=$((LINKS - 1))" "$0"',
-        "fi",
-        "RESUME=null",
-        'if compgen -G "$RUN/checkpoints/step_*/manifest.json" > /dev/null; then RESUME=latest; fi',
-        *template.launch(name, 'resume="$RESUME"'),
-    ]
 
 
 def preflight(_: Template, name: str, job: Job) -> list[str]:
@@ -98,17 +83,12 @@ TEMPLATES = {
         "Engines only, until the time limit. Their addresses come in outputs/inference/rendezvous/inference-*.json.",
         ["mode=serve", "model.path=models/smollm2", *TWO_NODES, "inference.replicas=8", "launcher=slurm_hetjob"]),
     "chained_rl": Template(
-        "RL over several jobs one after the other, each going on from the newest checkpoint of the one before.",
-        [*RL, "checkpoint.every=10", "launcher=slurm_hetjob"], CPU_NODE, chained),
+        "RL for longer than one job may take: before the time limit the run saves, submits its successor, and leaves.",
+        [*RL, "launcher=slurm_hetjob", *SITE, *CPU_NODE, "cluster.requeue=false"]),
     "preflight": Template(
         "Are the nodes fit? GPUs, packages, space, and a folder that all of them see. Nothing is trained.",
         [*RL, "launcher=slurm_hetjob"], [*CPU_NODE, "cluster.time=00:10:00", "cluster.signal_s=60"], preflight),
 }  # fmt: skip
-
-
-def quote(word: str) -> str:
-    """A word for the shell; one that already holds quotes is meant to be read by it."""
-    return word if '"' in word else shlex.quote(word)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """From the samples of a batch to micro-batches of every rank: a pure function of lengths, ranks and row size."""
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +24,8 @@ def pack(samples: list[Sample], ranks: int, max_tokens: int, cost: Cost | None =
     with an empty mask. `cost` is the number of tokens when left out.
 
     Raises:
-        ValueError: no samples, or a token of the rl component without an advantage.
+        ValueError: no samples, or a token without what its component needs: an advantage, or the reference's
+            log-probability.
     """
     if not samples:
         raise ValueError("a batch without samples cannot be packed")
@@ -41,7 +43,7 @@ def arrange(lengths: list[int], ranks: int, max_tokens: int, cost: Cost) -> list
 
     Rows of one position have like costs over the ranks, since ranks meet at every micro-batch.
     """
-    rows = _first_fit_decreasing(lengths, max_tokens)
+    rows = _best_fit_decreasing(lengths, max_tokens)
     rows = _split_to_multiple(rows, lengths, ranks, cost)
     rows += [[] for _ in range(-len(rows) % ranks)]
     costs = np.array([_row_cost(row, lengths, cost) for row in rows])
@@ -53,16 +55,24 @@ def _row_cost(row: list[int], lengths: list[int], cost: Cost) -> float:
     return cost([lengths[i] for i in row]) if row else 0.0
 
 
-def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Rows of at most `capacity` tokens: each sample, longest first, joins the first row with room (Johnson 1973)."""
-    free = np.full(len(lengths), capacity)
+def _best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Rows of at most `capacity` tokens: each sample, longest first, joins the fullest row with room (Johnson 1973).
+
+    O(n log n): open rows are kept sorted by free tokens, and a row that the shortest sample overflows leaves them.
+    """
+    shortest = min(lengths)
+    open_rows: list[tuple[int, int]] = []
     rows: list[list[int]] = []
-    for i in np.argsort(-np.array(lengths), kind="stable"):
-        row = int(np.argmax(free[: len(rows) + 1] >= lengths[i]))
-        if row == len(rows):
+    for i in np.argsort(-np.array(lengths), kind="stable").tolist():
+        place = bisect_left(open_rows, (lengths[i], 0))
+        if place == len(open_rows):
             rows.append([])
-        rows[row].append(int(i))
-        free[row] -= lengths[i]
+            free, row = capacity, len(rows) - 1
+        else:
+            free, row = open_rows.pop(place)
+        rows[row].append(i)
+        if free - lengths[i] >= shortest:
+            insort(open_rows, (free - lengths[i], row))
     return rows
 
 
@@ -157,7 +167,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         return Array.of(np.concatenate(parts), dtype)
 
     for sample in samples:
-        _check_advantages(sample)
+        _check_complete(sample)
     lengths = [min(len(sample.token_ids), max_tokens) for sample in samples]
     versions = [_comparable_versions(sample)[:n] for sample, n in zip(samples, lengths, strict=True)]
     return MicroBatch(
@@ -176,12 +186,12 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
     )
 
 
-def _check_advantages(sample: Sample) -> None:
-    if sample.advantages is not None:
-        return
+def _check_complete(sample: Sample) -> None:
     members = sample.mask.numpy() & (sample.rl_weights is None or sample.rl_weights.numpy() != 0)
-    if members.any():
+    if sample.advantages is None and members.any():
         raise ValueError(f"{sample.sample_id} has tokens of the rl component and no advantages: assign them first")
+    if sample.ref_logprobs is None and sample.ref_kl_weights is not None and sample.ref_kl_weights.numpy().any():
+        raise ValueError(f"{sample.sample_id} has tokens of the ref_kl component and no ref_logprobs: score it first")
 
 
 def _comparable_versions(sample: Sample) -> np.ndarray:

@@ -1,5 +1,7 @@
-"""Which loss component the sampled tokens of a sample join."""
+"""Which loss components the tokens of a sample join."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -14,7 +16,8 @@ Component = Literal["rl", "ce", "ref_kl"]
 def route(sample: Sample, component: Component) -> Sample:
     """`sample` with its masked tokens in `component` alone; weights that other tokens already carry stay.
 
-    rl is what absent weights mean, so that the common case adds nothing to the message.
+    rl is what absent weights mean, so that the common case adds nothing to the message. ce on the policy's tokens is
+    distillation from whoever sampled them.
 
     Raises:
         ValueError: unknown component.
@@ -27,6 +30,42 @@ def route(sample: Sample, component: Component) -> Sample:
         weights = _joined(sample, sample.ref_kl_weights)
         return msgspec.structs.replace(sample, rl_weights=_zeros(sample), ref_kl_weights=weights)
     raise ValueError(f"unknown loss component {component!r}: expected rl, ce or ref_kl")
+
+
+def distil(sample: Sample, ref_logprobs: Sequence[float] | np.ndarray) -> Sample:
+    """On-policy distillation: `sample` with its masked tokens in ref_kl, against a teacher's log-probability of every
+    token [n] (for the policy as its own teacher: scored behind a demonstration, whose tokens are cut off again).
+
+    Raises:
+        ValueError: as many log-probabilities as tokens are needed.
+    """
+    if len(ref_logprobs) != len(sample.token_ids):
+        raise ValueError(f"{len(ref_logprobs)} reference log-probabilities do not align with the "
+                         f"{len(sample.token_ids)} tokens of {sample.sample_id}")  # fmt: skip
+    return route(msgspec.structs.replace(sample, ref_logprobs=Array.of(ref_logprobs, "f4")), "ref_kl")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one message of a conversation. `body`, where known, is false on the template around the text."""
+
+    role: str
+    length: int
+    sampled: bool = False
+    body: Sequence[bool] | None = None
+
+
+def echo_weights(spans: Sequence[Span], alphas: Mapping[str, float]) -> np.ndarray | None:
+    """f4[n]: cross-entropy weight of what the environment said after the policy's first reply, by role of the message;
+    None where no token has one. So the policy learns to foresee what its actions bring about."""
+    streams, replied = [], False
+    for span in spans:
+        alpha = 0.0 if span.sampled or not replied else alphas.get(span.role, 0.0)
+        body = np.ones(span.length) if span.body is None else np.asarray(span.body)
+        streams.append(alpha * body)
+        replied |= span.sampled
+    weights = np.concatenate(streams).astype(np.float32) if streams else np.zeros(0, dtype=np.float32)
+    return weights if weights.any() else None
 
 
 def _zeros(sample: Sample) -> Array:

@@ -19,6 +19,14 @@ class Lineages:
         """The lineage that trains now; 0 before the first fork."""
         return self._forks[-1].lineage if self._forks else 0
 
+    def until(self, lineage: int) -> "Lineages":
+        """The history as it was when `lineage` trained."""
+        return Lineages([fork for fork in self._forks if fork.lineage <= lineage])
+
+    def replace(self, forks: list[Fork]) -> None:
+        """Take over a newer history of the same run."""
+        self._forks = sorted(forks, key=lambda fork: fork.lineage)
+
     def alive(self, version: PolicyVersion) -> bool:
         """Whether `version` is an ancestor of the weights that train now, or one of them."""
         later = [fork.step for fork in self._forks if fork.lineage > version.lineage]

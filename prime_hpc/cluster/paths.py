@@ -19,8 +19,28 @@ class RunPaths:
         return self.root / "plan.json"
 
     @property
+    def forks(self) -> Path:
+        return self.root / "forks.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def control(self) -> Path:
+        return self.rendezvous / "control"
+
+    @property
     def rendezvous(self) -> Path:
         return self.root / "rendezvous"
+
+    @property
+    def exits(self) -> Path:
+        return self.rendezvous / "exits"
+
+    @property
+    def acks(self) -> Path:
+        return self.rendezvous / "acks"
 
     @property
     def checkpoints(self) -> Path:

@@ -10,6 +10,8 @@ from prime_hpc.cluster.files import list_fresh, read_json, write_json
 from prime_hpc.errors import DeadlineExceeded
 
 POLL_S = 0.1
+STEP_VARIABLE = "PRIME_HPC_STEP"
+"""Under Slurm: the job step of this process, as scancel takes it."""
 
 
 class Rendezvous:
@@ -19,7 +21,8 @@ class Rendezvous:
         self.directory = directory
         self.process = process
         self.attempt = attempt
-        self._record: dict[str, Any] = {}
+        step = os.environ.get(STEP_VARIABLE)
+        self._record: dict[str, Any] = {"step_id": step} if step else {}
 
     def publish(self, state: str, **facts: Any) -> None:
         """Announce this process's state; `facts` (address, port, ...) add to what it said before."""

@@ -14,18 +14,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prime_hpc.cluster import secrets
+from prime_hpc.cluster.beats import Heart
+from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.lease import LeaseReader
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.rendezvous import Rendezvous
+from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 
 COMPLETE_MARK = "complete"
+DRAIN_MARK = "drain"
+STOPPING_MARK = "stopping"
+UNIT_VARIABLE = "PRIME_HPC_UNIT"
+"""Tells a task under Slurm which unit it belongs to; SLURM_PROCID then says which of its processes it is."""
 LEAVE_GRACE_S = 10.0
 EXIT_FENCED = 75
 """Exit code of a process that left because its attempt lost the lease."""
+EXIT_FINAL = 78
+"""Exit code of a process that would fail again if it were started again."""
+RESTART_VARIABLE = "PRIME_HPC_RESTART"
+BEATS_PER_HANG = 12
 
 
 class Role:
@@ -36,10 +46,16 @@ class Role:
         self.process = process
         self.config: RunConfig = plan.typed_config()
         self.paths = RunPaths(Path(plan.run_dir))
+        self.restart = int(os.environ.get(RESTART_VARIABLE, "0"))
+        """How often this process was started before in its attempt."""
+        self.heart = Heart(self.paths.rendezvous, process.name, plan.attempt, self.restart,
+                           min(self.config.recovery.hang_s / BEATS_PER_HANG, 5.0))  # fmt: skip
+        self.reach = Faults(process.name, self.restart).reach
         self.rendezvous = Rendezvous(self.paths.rendezvous, process.name, plan.attempt)
         self.secrets = secrets.load(self.paths.root)
         self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
         self.log = logging.getLogger(process.name)
+        self._leaving = False
         self.bind_host = "127.0.0.1" if plan.nodes == 1 else "0.0.0.0"
         """Interface to listen on: loopback unless the plan has several nodes."""
         self.advertised_host = "127.0.0.1" if plan.nodes == 1 else socket.gethostname()
@@ -52,6 +68,26 @@ class Role:
 
     def mark_complete(self) -> None:
         (self.paths.rendezvous / COMPLETE_MARK).touch()
+
+    @property
+    def draining(self) -> bool:
+        """The run was asked to finish its step, save and leave."""
+        return DRAIN_MARK in list_fresh(self.paths.rendezvous)
+
+    def on_terminate(self, leave: Callable[[], object]) -> Callable[..., None]:
+        """A handler for SIGTERM that calls `leave`.
+
+        Under Slurm it does so only for a SIGTERM of our own. Slurm sends one some time before it ends a job: until
+        then the run is drained, which takes every process.
+        """
+
+        def handle(*_: object) -> None:
+            if self._leaving or STEP_VARIABLE not in os.environ or is_stopping(self.paths, os.environ[UNIT_VARIABLE]):
+                leave()
+            else:
+                self.log.warning("Slurm sent SIGTERM: at work until the supervisor says otherwise")
+
+        return handle
 
     def start_watch(self, *, leave_when_complete: bool) -> None:
         """Leave by SIGTERM when the lease is lost or, for servers, once the run is complete."""
@@ -70,9 +106,20 @@ class Role:
                 self._leave(0)
 
     def _leave(self, code: int) -> None:
+        self._leaving = True
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LEAVE_GRACE_S)
         os._exit(code)
+
+
+def stopping_mark(unit: str) -> str:
+    """The mark of one unit that the supervisor is ending."""
+    return f"{STOPPING_MARK}.{unit}"
+
+
+def is_stopping(paths: RunPaths, unit: str) -> bool:
+    """Whether the supervisor is ending `unit`, or everything: a SIGTERM at another time comes from somebody else."""
+    return not {STOPPING_MARK, stopping_mark(unit)}.isdisjoint(list_fresh(paths.rendezvous))
 
 
 def main(run: Callable[[Role], None], *, server: bool) -> None:
@@ -92,6 +139,8 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
     plan = load(args.plan)
     role = Role(plan, plan.process(args.process))
     role.rendezvous.publish("starting")
+    role.heart.start()
+    signal.signal(signal.SIGTERM, role.on_terminate(_die))
     role.start_watch(leave_when_complete=server)
     try:
         run(role)
@@ -103,8 +152,13 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
         traceback.print_exception(error)
         role.rendezvous.publish("failed", error=f"{type(error).__name__}: {error}")
         role.log.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+        sys.exit(EXIT_FINAL if isinstance(error, PrimeHPCError) and not error.restartable else 1)
     role.rendezvous.publish("done")
+
+
+def _die() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -1,11 +1,17 @@
 """Checks across fields: combinations that the types allow and a run does not survive. None needs torch or a GPU."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from prime_hpc.config.algorithm import AlgorithmConfig, CustomAlgorithm
+from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.loss import CustomLoss, ImportanceLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
@@ -17,7 +23,11 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    by_mode = {"rl": (_rollouts, _sources, _sampling, _engines), "sft": (_sft,), "serve": (_engines,)}
+    by_mode = {
+        "rl": (_rollouts, _loss, _functions, _sources, _sampling, _engines),
+        "sft": (_sft,),
+        "serve": (_engines,),
+    }
     checks = [_model, _optimizer, *by_mode[config.mode], *((find_slurm_conflicts,) if config.launcher.on_slurm else ())]
     return [problem for check in checks for problem in check(config)]
 
@@ -42,7 +52,7 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
     if not config.model.path or not (path.is_dir() or "config.json" in absent):
         yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
         return
-    model = {} if "config.json" in absent else _read_json(path / "config.json")
+    model = {} if "config.json" in absent else read_json(path / "config.json")
     if model is None:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
@@ -56,7 +66,7 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
 def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
     key = "model.tokenizer" if config.model.tokenizer else "model.path"
     path = Path(config.model.tokenizer or config.model.path)
-    tokenizer = _read_json(path / "tokenizer_config.json")
+    tokenizer = read_json(path / "tokenizer_config.json")
     if tokenizer is None:
         yield ConfigProblem(key, str(path), "a directory with a tokenizer (tokenizer_config.json)")
     elif not tokenizer.get("chat_template") and not (path / "chat_template.jinja").exists():
@@ -65,9 +75,6 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
-    if optimizer.warmup_steps + optimizer.decay_steps > config.max_steps:
-        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps,
-                            f"warm-up and decay of at most max_steps = {config.max_steps} steps together")  # fmt: skip
     if optimizer.schedule == "linear" and not optimizer.warmup_steps + optimizer.decay_steps:
         yield ConfigProblem("optimizer.decay_steps", 0, "warm-up or decay steps for the linear schedule")
     if optimizer.min_lr > optimizer.lr:
@@ -76,20 +83,54 @@ def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     orchestrator = config.orchestrator
-    if orchestrator.group_size == 1:
-        yield ConfigProblem("orchestrator.group_size", 1,
-                            f"at least 2: algorithm={config.algorithm.name} compares a group")  # fmt: skip
+    for algorithm in _algorithms(config):
+        if orchestrator.group_size == 1 and algorithm.compares_group:
+            yield ConfigProblem("orchestrator.group_size", 1,
+                                f"at least 2: algorithm={algorithm.name} compares a group")  # fmt: skip
+            break
     if orchestrator.batch_size % orchestrator.group_size:
         yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
                             f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
     if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
-    if config.loss.name == "custom" and not config.loss.import_path:
-        yield ConfigProblem("loss.import_path", None, "`module.function` for loss=custom")
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
+
+
+def _algorithms(config: RunConfig) -> list[AlgorithmConfig]:
+    """Credit assignment of each training source."""
+    return [source.algorithm or config.algorithm for source in config.env.train] or [config.algorithm]
+
+
+def _loss(config: RunConfig) -> Iterator[ConfigProblem]:
+    loss = config.loss
+    if isinstance(loss, CustomLoss):
+        return
+    if loss.normalise == "length" and loss.length is None:
+        yield ConfigProblem("loss.length", None, "tokens that every sequence counts for, since loss.normalise=length")
+    if loss.ref_tau:
+        yield ConfigProblem("loss.ref_tau", loss.ref_tau, "0: nothing scores rollouts under a reference model yet")
+    if isinstance(loss, ImportanceLoss) and loss.low >= loss.high:
+        yield ConfigProblem("loss.low", loss.low, f"less than loss.high = {loss.high}")
+
+
+def _functions(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Functions of the user's whose module cannot be found here."""
+    sections: dict[str, Any] = {"loss": config.loss, "algorithm": config.algorithm}
+    sections |= {f"env.train.{i}.algorithm": source.algorithm for i, source in enumerate(config.env.train)}
+    for key, section in sections.items():
+        if isinstance(section, CustomLoss | CustomAlgorithm) and not _is_importable(section.import_path):
+            expected = "`module.function` of a module that can be imported from here"
+            yield ConfigProblem(f"{key}.import_path", section.import_path, expected)
+
+
+def _is_importable(function: str) -> bool:
+    try:
+        return importlib.util.find_spec(function.rpartition(".")[0]) is not None
+    except ModuleNotFoundError:  # a parent is missing
+        return False
 
 
 def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -103,6 +144,29 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in seen:
             yield ConfigProblem(f"{key}.name", name, f"a name of its own; {seen[name]} has it already")
         seen.setdefault(name, key)
+    yield from _shares(config)
+    for i, source in enumerate(config.env.train):
+        yield from _pools(f"env.train.{i}.order.pools", source)
+
+
+def _shares(config: RunConfig) -> Iterator[ConfigProblem]:
+    shares = [source.ratio_schedule or {0: source.ratio} for source in config.env.train]
+    for step in sorted({step for points in shares for step in points}):
+        if not any(np.interp(step, sorted(points), [points[s] for s in sorted(points)]) for points in shares):
+            yield ConfigProblem("env.train.0.ratio_schedule", config.env.train[0].ratio_schedule,
+                                f"a source with a share at step {step}")  # fmt: skip
+
+
+def _pools(key: str, source: SourceConfig) -> Iterator[ConfigProblem]:
+    if not isinstance(source.order, DifficultyPools):
+        return
+    pools = source.order.pools
+    for field in ("name", "threshold"):
+        values = [getattr(pool, field) for pool in pools]
+        if len(set(values)) < len(values):
+            yield ConfigProblem(key, values, f"pools with a {field} each of their own")
+    if not any(pool.weight for pool in pools):
+        yield ConfigProblem(key, [pool.weight for pool in pools], "a pool with a weight above 0")
 
 
 def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -139,12 +203,19 @@ def source_name(source: SourceConfig) -> str:
     return source.name or source.id.rpartition(".")[2]
 
 
+def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
+    """Credit assignment of a training source: its own, or the run's."""
+    own = (s.algorithm for s in config.env.train if source_name(s) == source)
+    return next(own, None) or config.algorithm
+
+
 def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:
     train = [(f"env.train.{i}", s) for i, s in enumerate(config.env.train)]
     return train + [(f"env.eval.sources.{i}", s) for i, s in enumerate(config.env.eval.sources)]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, or None where there is no file or no object in it."""
     try:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):  # a ValueError is text that is no JSON, or bytes that are no text

@@ -96,7 +96,8 @@ class ClusterConfig(AllocationConfig):
     python: str | None = None
     """Interpreter on the nodes; the launcher's own when left out."""
     requeue: bool = True
-    """Let Slurm start the job again after a node failure or preemption."""
+    """Let Slurm start the job again: after a node failure, preemption, the time limit. With false a run outlives its
+    time limit in a successor."""
     signal_s: Positive = 300
     """Seconds before the time limit at which the batch script is told."""
     components: ComponentsConfig = field(default_factory=ComponentsConfig)

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from prime_hpc.config.algorithm import AlgorithmConfig
+from prime_hpc.config.curriculum import Shuffled, TaskSampling
 from prime_hpc.config.sections import FORBID_UNKNOWN, Fraction, NonNegative, Positive, Seconds
 
 
@@ -38,10 +40,16 @@ class SourceConfig:
     """Further fields of the verifiers environment config, e.g. `agent: {max_turns: 4}`."""
     ratio: Annotated[float, Field(gt=0)] = 1.0
     """Share of this source among the training sources."""
+    ratio_schedule: dict[NonNegative, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
+    """Shares by step in place of `ratio`, linear between the steps given and constant outside them."""
+    order: TaskSampling = field(default_factory=Shuffled)
+    """Which of its tasks comes next."""
     num_tasks: Positive | None = None
     """Use only the first tasks of the taskset."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters."""
+    algorithm: AlgorithmConfig | None = None
+    """Credit assignment of this training source; the run's when left out."""
 
 
 @dataclass(kw_only=True)

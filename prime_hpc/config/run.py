@@ -3,16 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.inference import InferenceConfig
+from prime_hpc.config.loss import DPPOLoss, LossConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
+from prime_hpc.config.recovery import RecoveryConfig
 from prime_hpc.config.sections import (
     FORBID_UNKNOWN,
-    AlgorithmConfig,
     CheckpointConfig,
     LauncherConfig,
-    LossConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
@@ -40,12 +41,12 @@ class RunConfig:
     seq_len: Positive = 2048
     """Longest sequence, prompt and replies together, in tokens."""
     resume: str | None = None
-    """`latest`, a step, or the path of a checkpoint to go on from."""
+    """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = field(default_factory=GRPO)
     """Credit assignment."""
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = field(default_factory=DPPOLoss)
     """Policy-gradient loss."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimiser and schedule."""
@@ -65,5 +66,7 @@ class RunConfig:
     """Metrics."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Machines."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What happens when a process dies or hangs."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""

@@ -18,7 +18,8 @@ _NUMBERS = {
     "less_than": ("lt", "less than {}"),
 }
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list",
-          "dict": "a mapping", "dataclass": "a mapping", "tuple": "a list"}  # fmt: skip
+          "tuple": "a list", "dict": "a mapping", "dataclass": "a mapping",
+          "model_attributes": "a mapping"}  # fmt: skip
 
 
 def parse(raw: dict[str, Any]) -> RunConfig:
@@ -52,28 +53,55 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def known_keys(path: tuple[str | int, ...] = ()) -> list[str]:
-    """Names of the fields of the section at `path`; empty where the schema is free-form."""
-    section: Any = RunConfig
+    """Names of the fields of the section at `path`, of every variant of it where there are several; empty where the
+    schema is free-form."""
+    _, sections = _descend(path)
+    return list(dict.fromkeys(f.name for section in sections for f in dataclasses.fields(section)))
+
+
+def variant_name(section: type) -> str | None:
+    """The `name` that chooses this section among variants."""
+    default = next((f.default for f in dataclasses.fields(section) if f.name == "name"), None)
+    return default if isinstance(default, str) else None
+
+
+def sections_in(hint: Any) -> list[type]:
+    """The dataclasses that a type hint may hold: itself, the elements of a list, the variants of a union."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return [hint]
+    return [section for argument in typing.get_args(hint) for section in sections_in(argument)]
+
+
+def _descend(path: tuple[str | int, ...]) -> tuple[list[str | int], list[type]]:
+    """The keys of a location, without the names of variants that pydantic puts between them, and where it leads."""
+    keys: list[str | int] = []
+    sections: list[type] = [RunConfig]
     for part in path:
-        if isinstance(part, int):
-            section = typing.get_args(section)[0]
-        elif dataclasses.is_dataclass(section):
-            section = typing.get_type_hints(section).get(part)
-        else:
-            return []
-    return [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
+        if len(sections) > 1 and (chosen := [s for s in sections if variant_name(s) == part]):
+            sections = chosen
+            continue
+        keys.append(part)
+        if not isinstance(part, int):
+            hints = [typing.get_type_hints(section).get(part) for section in sections]
+            sections = list(dict.fromkeys(inner for hint in hints for inner in sections_in(hint)))
+    return keys, sections
 
 
 def _problem(item: Mapping[str, Any]) -> ConfigProblem:
     loc, kind, context = item["loc"], item["type"], item.get("ctx", {})
-    loc = tuple(p for p in loc if isinstance(p, int) or not p.startswith(("function-", "constrained-")))
+    loc = tuple(p for p in loc if isinstance(p, int) or not p.startswith(("function-", "constrained-", "[key]")))
     if loc and loc[-1] in ("str", "int", "float", "constrained-str") and kind != "unexpected_keyword_argument":
         loc = loc[:-1]  # the branch of a union
-    key = ".".join(str(p) for p in loc)
+    keys, sections = _descend(loc)
+    key = ".".join(str(p) for p in keys)
     if kind == "unexpected_keyword_argument":
         valid = known_keys(loc[:-1])
         return ConfigProblem(key, item["input"], "no such key; known here: " + ", ".join(valid),
                              nearest_name(str(loc[-1]), valid))  # fmt: skip
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        valid = [name for section in sections if (name := variant_name(section))]
+        given = context.get("tag")
+        return ConfigProblem(f"{key}.name", given, "one of " + ", ".join(valid), nearest_name(str(given), valid))
     if kind == "missing_argument" or kind == "missing":
         return ConfigProblem(key, None, "a value, it has no default")
     if kind == "literal_error":

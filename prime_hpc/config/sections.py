@@ -1,7 +1,7 @@
 """Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -11,6 +11,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)+$")]
 
 
 @dataclass(kw_only=True)
@@ -39,40 +40,8 @@ class ModelConfig:
     """How messages become tokens: a name of the `renderers` package; `default` is the tokenizer's chat template."""
     served_name: str = "policy"
     """The model name in requests."""
-
-
-@dataclass(kw_only=True)
-class AlgorithmConfig:
-    """How rewards become per-token advantages and which loss component the sampled tokens join."""
-
-    __pydantic_config__ = FORBID_UNKNOWN
-
-    name: Literal["grpo", "max_rl"] = "grpo"
-    """grpo: reward minus the group's mean. max_rl: the same divided by the mean."""
-
-
-@dataclass(kw_only=True)
-class LossConfig:
-    """The policy-gradient loss over sampled tokens (docs/algorithms.md has the formulas)."""
-
-    __pydantic_config__ = FORBID_UNKNOWN
-
-    name: Literal["default", "ipo", "custom"] = "default"
-    """default: probability-difference mask and quadratic KL. ipo: the same, symmetric mask. custom: `import_path`."""
-    mask_low: Annotated[float, Field(ge=0)] = 0.2
-    """Drops a token with advantage <= 0 whose probability fell by more than this since sampling."""
-    mask_high: Annotated[float, Field(ge=0)] = 0.2
-    """Drops a token with advantage > 0 whose probability rose by more than this since sampling."""
-    ipo_threshold: Annotated[float, Field(ge=0)] = 0.1
-    """loss=ipo: drops a token whose probability moved by more than this either way."""
-    adv_tau: float = 1.0
-    """Factor on advantages."""
-    kl_tau: float = 1e-3
-    """Factor on the squared log-ratio between trainer and sampler."""
-    import_path: str | None = None
-    """loss=custom: `module.function` that takes `LossInputs` and returns `LossOutputs`."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """loss=custom: keyword arguments for the function."""
+    impl: Literal["auto", "native", "hf"] = "auto"
+    """The trainer's implementation: our own (native), or that of transformers; auto takes native where there is one."""
 
 
 @dataclass(kw_only=True)

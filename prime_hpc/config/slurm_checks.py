@@ -164,11 +164,13 @@ def _groups(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]:
 
 
 def _spares(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]:
-    """A heterogeneous job outlives a failed node only if its first group could lose one too."""
+    """A heterogeneous job outlives a failed node only if each of its groups has two or more."""
     spare = {name: getattr(config.cluster.components, name).spare_nodes for name in names}
-    if any(spare.values()) and not spare[names[0]]:
-        yield ConfigProblem(f"cluster.components.{names[0]}.spare_nodes", 0,
-                            "at least 1: without, Slurm ends the job when any node fails")  # fmt: skip
+    nodes = {"orchestrator": 1, "inference": inference_size(config).nodes, "trainer": trainer_size(config).nodes}
+    for name in names if any(spare.values()) else ():
+        if nodes[name] + spare[name] < 2:
+            yield ConfigProblem(f"cluster.components.{name}.spare_nodes", 0,
+                                "at least 1: Slurm keeps a job only if each group could lose a node")  # fmt: skip
 
 
 def _nodelists(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]:

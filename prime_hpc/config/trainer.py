@@ -54,8 +54,10 @@ class TrainerConfig:
     """auto takes CUDA where there is a GPU."""
     share_gpu: bool | None = None
     """Put trainer ranks on the engines' GPUs; by default only where there are too few GPUs for both."""
-    attn: str = "sdpa"
-    """Attention implementation of transformers: sdpa, eager or a flash-attention that is installed."""
+    attn: Literal["auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen", "sdpa", "eager"] = (
+        "auto"
+    )
+    """auto: the fastest that runs here. varlen and sdpa are torch's own, eager is that of transformers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Computation in forward and backward; parameters and optimiser states stay in float32."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -68,6 +70,8 @@ class TrainerConfig:
     """Recompute every block in the backward pass."""
     compile: bool = False
     """torch.compile each block."""
+    router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Move of the routers' score-correction biases towards even load after a step; 0 leaves them as they are."""
     max_skipped_steps: NonNegative = 5
     """Steps skipped for a loss or gradient that is not finite, in a row, after which the run stops."""
     threads: Positive | None = None

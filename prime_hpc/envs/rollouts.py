@@ -2,16 +2,17 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 import numpy as np
 import verifiers.v1 as vf
 
+from prime_hpc.algorithms.routing import Span, echo_weights
 from prime_hpc.envs.failures import failure_of_episode, last_call_error
 from prime_hpc.envs.stamps import token_versions
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample, Seat
 from prime_hpc.transport.stamps import Stamp
 
 
@@ -21,11 +22,18 @@ def policy_traces(episode: vf.Episode, model: str) -> list[vf.Trace]:
 
 
 def make_rollout(
-    request: RunRollout, source: str, episode: vf.Episode, stamps: dict[str, list[Stamp]], seq_len: int, seconds: float
+    request: RunRollout,
+    source: str,
+    episode: vf.Episode,
+    stamps: dict[str, list[Stamp]],
+    seq_len: int,
+    seconds: float,
+    echo: Mapping[str, float] | None = None,
 ) -> Rollout:
-    """The rollout of an episode. `stamps` are those of each trace, by trace id; `seconds` is how long it took.
+    """The rollout of an episode. `stamps` are those of each trace, by trace id; `seconds` is how long it took; `echo`
+    gives cross-entropy weights of what the environment said, by role.
 
-    With several policy traces the reward is their mean, as it is one rollout's.
+    With several policy traces the reward is their mean, as it is one rollout's, and each has a seat with its own.
     """
     traces = policy_traces(episode, request.model)
     rollout = Rollout(
@@ -45,18 +53,22 @@ def make_rollout(
         rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
         rollout.metrics = _means(traces, lambda t: {name: m for name, m in t.metrics.items() if m is not None})
         for trace in traces:
-            samples, cut = make_samples(trace, stamps[trace.id], source, seq_len)
+            samples, cut = make_samples(trace, stamps[trace.id], source, seq_len, echo)
             rollout.samples += samples
             rollout.truncated |= cut
+            if len(traces) > 1:
+                rollout.seats.append(_seat(trace, len(samples)))
         for index, sample in enumerate(rollout.samples):
             sample.sample_id = f"{request.rollout_id}/{index}"
     return rollout
 
 
-def make_samples(trace: vf.Trace, stamps: list[Stamp], source: str, seq_len: int) -> tuple[list[Sample], bool]:
+def make_samples(
+    trace: vf.Trace, stamps: list[Stamp], source: str, seq_len: int, echo: Mapping[str, float] | None = None
+) -> tuple[list[Sample], bool]:
     """One sample for every branch with a token to train, without ids yet, and whether one was cut to `seq_len`.
 
-    A reply that several branches share is trained in the first; to the others it is context.
+    A message that several branches share is trained in the first; to the others it is context.
     """
     sampled = [node for node in trace.nodes if node.sampled]
     completions = [np.asarray(node.token_ids, dtype=np.int32)[np.asarray(node.mask, dtype=bool)] for node in sampled]
@@ -65,6 +77,8 @@ def make_samples(trace: vf.Trace, stamps: list[Stamp], source: str, seq_len: int
     samples, cut = [], False
     for branch in (b for b in trace.branches if b.trainable):
         sample = _sample(branch, versions, trained, source, seq_len, _temperature(trace))
+        if echo and (weights := echo_weights([_span(node, trained) for node in branch.nodes], echo)) is not None:
+            sample.ce_weights = Array.of(weights[:seq_len], "f4")
         trained.update(id(node) for node in branch.nodes)
         if sample.mask.numpy().any():
             samples.append(sample)
@@ -76,6 +90,23 @@ def conversation(episode: vf.Episode) -> str:
     """The messages of the first trace's final branch, as JSON."""
     messages = episode.traces[0].messages if episode.traces else []
     return json.dumps([m.model_dump(mode="json", exclude_none=True) for m in messages])
+
+
+def _span(node: vf.MessageNode, trained: set[int]) -> Span:
+    """A message as echo sees it; one that another branch has trained is nobody's."""
+    body = node.is_content if len(node.is_content) == len(node.token_ids) else None
+    return Span("" if id(node) in trained else node.message.role, len(node.token_ids), node.sampled, body)
+
+
+def _seat(trace: vf.Trace, num_samples: int) -> Seat:
+    return Seat(
+        agent=trace.agent.name,
+        reward=trace.reward,
+        num_samples=num_samples,
+        num_turns=trace.num_turns,
+        prompt_tokens=trace.num_input_tokens,
+        completion_tokens=trace.num_output_tokens,
+    )
 
 
 def _sample(

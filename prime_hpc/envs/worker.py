@@ -13,7 +13,7 @@ from functools import partial
 import zmq.asyncio
 
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.checks import source_name
+from prime_hpc.config.checks import source_algorithm, source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.envs.environment import Environment, offer_token
 from prime_hpc.envs.failures import CANCELLED, failure_of_exception, limited
@@ -90,6 +90,7 @@ class Worker:
         self._watchdog = watchdog
         self._address = address
         self._seq_len = role.config.seq_len
+        self._echo = source_algorithm(role.config, source).echo
         self._capacity = role.config.env.rollouts_per_worker
         self._places = asyncio.Semaphore(self._capacity)
         self._stamps = StampClient(role.secrets.token)
@@ -99,7 +100,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Work until SIGTERM; what runs then is answered as cancelled."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._role.on_terminate(self._stop.set))
         self._watchdog.allow(self._role.config.env.rollout_timeout_s + BLOCK_GRACE_S, STOOD_STILL)
         context = zmq.asyncio.Context()
         self._socket = sockets.dealer(context, self._role.secrets, self._address, self._role.process.name)
@@ -147,6 +148,7 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._watchdog.beat()
+            self._role.heart.progress(f"running {len(self._running)} episodes")
             await asyncio.sleep(TICK_S)
 
     async def _finish(self) -> None:
@@ -169,11 +171,14 @@ class Worker:
         """One episode, from its task to its rollout."""
         async with self._places:
             began = time.monotonic()
+            self._role.reach("sampling.before")
             episode = await limited(self._environment.run(request), request.time_limit_s)
+            self._role.reach("sampling.during")
             traces = policy_traces(episode, request.model) if episode.ok else []
             stamps = {t.id: await self._stamps.fetch(request.base_url, t.id) for t in traces}
             seconds = time.monotonic() - began
-            rollout = make_rollout(request, self._source, episode, stamps, self._seq_len, seconds)
+            self._role.reach("sampling.after")
+            rollout = make_rollout(request, self._source, episode, stamps, self._seq_len, seconds, self._echo)
             return RolloutDone(worker=self._role.process.name, rollout=rollout, messages=conversation(episode))
 
     def _answer(self, request: RunRollout, task: asyncio.Task[RolloutDone]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -76,8 +76,9 @@ class PolicyEngine:
     """Serves one policy version at a time. While paused, new requests wait here and running ones in the engine."""
 
     def __init__(self, engine: TokenEngine, *, version: PolicyVersion, model: str, process: str, acks: Path,
-                 stamps: StampLog):  # fmt: skip
+                 stamps: StampLog, reach: Callable[[str], None] = lambda _: None):  # fmt: skip
         self.stamps = stamps
+        self._reach = reach
         self.failure: InferenceFailure | None = None
         """Why this engine must not serve any more."""
         self._engine = engine
@@ -120,12 +121,15 @@ class PolicyEngine:
     async def _sample(self, request: GenerateRequest, request_id: str) -> Completion:
         tracker, token_ids, logprobs, finish, theirs = SpanTracker(), [], [], None, None
         salt = f"{self._version}:{request.cache_salt or ''}"  # no version reuses the KV blocks of another
+        self._reach("sampling.before")
         # nothing else may be awaited in this loop: `TokenEngine.pause` promises that tokens have been stamped
         async for piece in self._engine.generate(request, request_id, salt):
             tracker.add(len(piece.token_ids), self._version)
+            self._reach("sampling.during")
             token_ids += piece.token_ids
             logprobs += piece.logprobs
             finish, theirs = piece.finish_reason, piece.weight_versions
+        self._reach("sampling.after")
         if finish in UNFINISHED:
             raise InferenceFailure(f"the engine ended the request with {finish!r} after {len(token_ids)} tokens")
         return Completion(request_id=request_id, token_ids=token_ids, logprobs=logprobs, finish_reason=finish,
@@ -176,7 +180,9 @@ class PolicyEngine:
     async def _load(self, request: LoadRequest) -> LoadReply:
         begin = time.monotonic()
         call = self._engine.call_workers
+        self._reach("update.before")
         _raise_first(await call("prime_hpc_verify", request.path, request.version))
+        self._reach("update.during")
         try:
             _raise_first(await call("prime_hpc_load", request.path, str(self._acks), self._process))
             workers = self._acknowledgements(request.version)
@@ -185,6 +191,7 @@ class PolicyEngine:
             raise self.failure from error
         await self._engine.tell_version(request.version)
         self._version = request.version
+        self._reach("update.after")
         return LoadReply(version=request.version, digest=workers[0].digest, seconds=time.monotonic() - begin,
                          workers=workers)  # fmt: skip
 

@@ -59,19 +59,19 @@ async def serve(role: Role, start: Start, listener: socket.socket) -> None:
     """Start the engine, publish the address once requests are answered, and stay until told to leave."""
     async with start() as (engine, below):
         policy = PolicyEngine(engine, version=initial_version(role), model=role.config.model.served_name,
-                              process=role.process.name, acks=role.paths.rendezvous / "acks",
-                              stamps=StampLog(role.config.inference.stamps_kept))  # fmt: skip
+                              process=role.process.name, acks=role.paths.acks,
+                              stamps=StampLog(role.config.inference.stamps_kept), reach=role.reach)  # fmt: skip
         await policy.start()
         server = Server(uvicorn.Config(application(policy, below, role.secrets.token), log_level=logging.WARNING,
                                        access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
                                        timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.leave)
+            loop.add_signal_handler(number, role.on_terminate(server.leave))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve([listener]))
             tasks.create_task(_publish(role, server, listener.getsockname()[1], policy.state().version))
-            failure = await _watch(server, engine, policy)
+            failure = await _watch(role, server, engine, policy)
     if failure:
         raise failure
 
@@ -95,10 +95,11 @@ async def _publish(role: Role, server: Server, port: int, version: str) -> None:
         role.log.info("serving version %s on port %d", version, port)
 
 
-async def _watch(server: Server, engine: TokenEngine, policy: PolicyEngine) -> InferenceFailure | None:
+async def _watch(role: Role, server: Server, engine: TokenEngine, policy: PolicyEngine) -> InferenceFailure | None:
     """Stop the server when the engine cannot go on; returns why, once the server is told to leave."""
     while not server.should_exit:
         await asyncio.sleep(HEALTH_POLL_S)
+        role.heart.progress(f"serving {policy.state().running} requests at v{policy.state().version}")
         if engine.failed or policy.failure:
             server.leave()
             return policy.failure or InferenceFailure("the engine process died; its last lines are in this log")

@@ -1,6 +1,7 @@
 """Child processes in process groups of their own, and how they are stopped without leaving anything behind."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 import psutil
 
 from prime_hpc.cluster.gpus import visible_devices
+from prime_hpc.cluster.role import RESTART_VARIABLE
 from prime_hpc.plan.run_plan import ProcessPlan
 
 TRACKER_GRACE_S = 2.0
+PR_SET_PDEATHSIG = 1
+"""prctl(2)"""
 
 
 @dataclass
@@ -22,6 +26,7 @@ class Child:
 
     plan: ProcessPlan
     process: subprocess.Popen
+    log: Path
 
     @property
     def name(self) -> str:
@@ -33,22 +38,29 @@ class Child:
 
     def last_lines(self, count: int = 20) -> str:
         """The end of its log."""
-        return "\n".join(Path(self.plan.log).read_text(errors="replace").splitlines()[-count:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
     def group(self) -> list[psutil.Process]:
         """Every live process of its session, itself included, even those whose parent is gone."""
         return [p for p in psutil.process_iter() if _session(p) == self.process.pid and p.is_running() and not _dead(p)]
 
 
-def spawn(plan: ProcessPlan, gpus_on_node: int) -> Child:
-    """Start a process of the plan, its output going to its log."""
-    env = {**os.environ, **plan.env, "PYTHONPATH": _import_path()}
+def spawn(plan: ProcessPlan, gpus_on_node: int, restart: int = 0, *, dies_with_parent: bool = False) -> Child:
+    """Start a process of the plan, its output going to its log; every further start has a log of its own.
+
+    `dies_with_parent` has the kernel kill it when this process dies, where nobody else would find it.
+    """
+    env = {**os.environ, **plan.env, "PYTHONPATH": _import_path(), RESTART_VARIABLE: str(restart)}
     if gpus_on_node:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(plan.gpus)
-    with open(plan.log, "ab") as log:
+    path = Path(plan.log)
+    if restart:
+        path = path.with_suffix(f".restart_{restart}.log")
+    with path.open("ab") as log:
         process = subprocess.Popen(plan.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                   start_new_session=True)  # fmt: skip
-    return Child(plan, process)
+                                   start_new_session=True,
+                                   preexec_fn=_die_with_parent if dies_with_parent else None)  # fmt: skip
+    return Child(plan, process, path)
 
 
 def stop(children: list[Child], grace_s: float) -> None:
@@ -67,6 +79,10 @@ def stop(children: list[Child], grace_s: float) -> None:
     for child in children:
         _signal(child.group(), signal.SIGKILL, spare_trackers=False)
         child.process.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _signal(processes: list[psutil.Process], signum: int, *, spare_trackers: bool) -> None:

@@ -1,26 +1,55 @@
-"""Runs a plan as processes of this machine: the first failure stops the run, and the run says whose it was."""
+"""Runs a plan as processes of this machine, under the supervisor."""
 
+import contextlib
+import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from prime_hpc.cluster import secrets
-from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.lease import LeaseKeeper
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import COMPLETE_MARK
 from prime_hpc.config.run import RunConfig
 from prime_hpc.launchers.children import Child, spawn, stop
-from prime_hpc.launchers.view import View, open_view
-from prime_hpc.observe.snapshot import take_snapshot
+from prime_hpc.launchers.supervisor import Running, Supervisor
+from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
+from prime_hpc.launchers.view import open_view
 from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.units import Unit, units
 
-POLL_S = 0.2
-LEAVE_S = 30.0
-EXIT_INTERRUPTED = 130
+
+class LocalUnit:
+    """The processes of a unit."""
+
+    def __init__(self, children: list[Child]):
+        self.children = {child.name: child for child in children}
+
+    def exits(self) -> dict[str, int | None]:
+        return {name: child.exit_code for name, child in self.children.items()}
+
+    def dump(self, process: str) -> None:
+        pid = self.children[process].process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+            os.kill(pid, signal.SIGCONT)
+
+    def last_words(self, process: str) -> str:
+        return f"the end of {self.children[process].log}:\n\n{self.children[process].last_lines()}"
+
+
+class LocalStarter:
+    """Starts the processes of a unit here, each in a session of its own."""
+
+    def __init__(self) -> None:
+        self._gpus = count_gpus()
+
+    def start(self, unit: Unit, restart: int) -> LocalUnit:
+        return LocalUnit([spawn(process, self._gpus, restart) for process in unit.processes])
+
+    def stop(self, running: list[Running], grace_s: float) -> None:
+        stop([child for unit in running for child in unit.children.values()], grace_s)
 
 
 def run_local(plan: RunPlan, config: RunConfig) -> int:
@@ -28,48 +57,20 @@ def run_local(plan: RunPlan, config: RunConfig) -> int:
     paths = RunPaths(Path(plan.run_dir))
     secrets.create(paths.root)
     lease = LeaseKeeper(paths.rendezvous, plan.attempt, config.cluster.lease_s)
-    children: list[Child] = []
+    interrupted = None
     with _termination_as_interrupt(), open_view(plan, config.launcher.live) as view:
+        supervisor = Supervisor(plan, config, paths, LocalStarter(), view, units=units(plan))
         try:
-            gpus = count_gpus()
-            children += (spawn(process, gpus) for process in plan.processes)
-            failed = _watch(children, paths, view)
+            ending = supervisor.run()
         except KeyboardInterrupt:
-            view.say("interrupted, stopping every process")
+            interrupted = "interrupted, stopping every process"
+            view.say(interrupted)
             return EXIT_INTERRUPTED
         finally:
-            stop(children, config.launcher.stop_grace_s)
+            supervisor.stop(interrupted)
             lease.close()
             secrets.remove(paths.root)
-        return _verdict(failed, paths, view)
-
-
-def _watch(children: list[Child], paths: RunPaths, view: View) -> Child | None:
-    """Returns the child that failed first, or None once the run is complete and everybody has left."""
-    complete_since = None
-    while True:
-        view.show(take_snapshot(paths, [c.plan for c in children]))
-        if complete_since is None and COMPLETE_MARK in list_fresh(paths.rendezvous):
-            complete_since = time.monotonic()
-        codes = [child.exit_code for child in children]
-        if complete_since is None:
-            failed = [child for child, code in zip(children, codes, strict=True) if code not in (None, 0)]
-            if failed:
-                return failed[0]
-            if None not in codes:
-                return children[0]
-        elif None not in codes or time.monotonic() - complete_since > LEAVE_S:
-            return None
-        time.sleep(POLL_S)
-
-
-def _verdict(failed: Child | None, paths: RunPaths, view: View) -> int:
-    if failed is None:
-        view.say(f"complete; everything lies in {paths.root}")
-        return 0
-    view.say(f"{failed.name} failed first (exit code {failed.exit_code}); the end of {failed.plan.log}:\n")
-    view.say(failed.last_lines())
-    return 1
+        return verdict(ending, paths, view)
 
 
 @contextmanager

@@ -9,25 +9,27 @@ from pathlib import Path
 
 import msgspec
 
+from prime_hpc.cluster.beats import FOLDER
 from prime_hpc.cluster.files import list_fresh, write_atomic, write_json
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import COMPLETE_MARK
+from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK, STOPPING_MARK
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.plan.build import Attempt, build_plan
-from prime_hpc.plan.run_plan import Fork, RunPlan
-from prime_hpc.transport.checkpoints import CheckpointManifest, resolve, verify
+from prime_hpc.plan.run_plan import Fork, RunPlan, read_forks
+from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, resolve, verify
 from prime_hpc.transport.weights import published_versions
 
 WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon "
          "larch lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed sierra slate "
          "tundra umber willow zephyr").split()  # fmt: skip
-RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "monitor", "checkpoint", "env.eval", "env.workers",
-             "env.rollouts_per_worker", "inference", "update", "trainer.ranks", "trainer.threads", "trainer.share_gpu",
-             "trainer.env", "orchestrator.max_inflight", "orchestrator.progress_every_s")  # fmt: skip
+RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "monitor", "checkpoint", "env.eval",
+             "env.workers", "env.rollouts_per_worker", "inference", "update", "trainer.ranks", "trainer.threads",
+             "trainer.share_gpu", "trainer.env", "orchestrator.max_inflight",
+             "orchestrator.progress_every_s")  # fmt: skip
 """Keys (and everything below them) that may change when a run is resumed."""
 
 
@@ -58,7 +60,7 @@ class RunStart:
             raise ConfigurationError([ConfigProblem("run.name", name,
                 "a new name, since this run exists; resume=latest goes on with it")])  # fmt: skip
         attempt = Attempt(number=attempts + 1)
-        if config.resume:
+        if config.resume and (attempts or config.resume != "auto"):
             attempt = _resume(config, RunPaths(run_dir), attempt)
         config = replace(config, run=replace(config.run, name=name))
         gpus = 0 if config.launcher.on_slurm else count_gpus()
@@ -70,37 +72,48 @@ class RunStart:
         write_atomic(self.paths.config, text.encode())
         write_atomic(self.paths.plan, self.plan.dump())
 
-    def write(self) -> None:
-        """The files of a new attempt; what an earlier attempt left for its own processes only is cleared away."""
+    def write(self, *, config_too: bool = True) -> None:
+        """The files of a new attempt; what an earlier attempt left for its own processes only is cleared away.
+
+        A job that goes on by itself leaves `config.yaml`, which knows where each value came from, as it is.
+        """
         paths = self.paths
         for directory in (paths.logs(self.plan.attempt), paths.rendezvous, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         for name in list_fresh(paths.rendezvous):
-            if name.endswith(".json") or name == COMPLETE_MARK:
+            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK) or name.startswith(STOPPING_MARK):
                 (paths.rendezvous / name).unlink()
         # weights too: the first version is published anew, and nobody may read an old one of that name meanwhile
-        for directory in (paths.rendezvous / "acks", paths.batches, paths.weights):
+        for directory in (paths.acks, paths.exits, paths.rendezvous / FOLDER, paths.control, paths.batches,
+                          paths.weights):  # fmt: skip
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
-        self.write_dry()
-        write_json(paths.root / "forks.json", msgspec.to_builtins(self.plan.forks))
+        if config_too:
+            self.write_dry()
+        else:
+            write_atomic(paths.plan, self.plan.dump())
+        write_json(paths.forks, msgspec.to_builtins(self.plan.forks))
 
 
 def _resume(config: RunConfig, paths: RunPaths, attempt: Attempt) -> Attempt:
-    checkpoint = resolve(paths.checkpoints, config.resume)
+    """Where the attempt goes on. Anything but the newest state takes the orchestrator's journal back with it."""
+    forks = read_forks(paths.forks)
+    if config.resume == "auto" and find_latest(paths.checkpoints, forks) is None:
+        return replace(attempt, forks=_forks(paths, 0))
+    newest = config.resume in ("latest", "auto")
+    checkpoint = resolve(paths.checkpoints, "latest" if newest else config.resume, forks)
     manifest = verify(checkpoint)
     _refuse_changes(manifest, config)
-    return replace(attempt, checkpoint=checkpoint, forks=_forks(paths, manifest))
+    return replace(attempt, checkpoint=checkpoint, forks=_forks(paths, manifest.step), rewind=not newest)
 
 
-def _forks(paths: RunPaths, manifest: CheckpointManifest) -> list[Fork]:
-    """The history of lineages: a run that published versions past its checkpoint goes on under a new one."""
-    known = paths.root / "forks.json"
-    forks = msgspec.json.decode(known.read_bytes(), type=list[Fork]) if known.exists() else []
+def _forks(paths: RunPaths, step: int) -> list[Fork]:
+    """The history of lineages: a run that published versions past `step` goes on from there under a new one."""
+    forks = read_forks(paths.forks)
     current = forks[-1].lineage if forks else 0
     newest = max((v.step for v in published_versions(paths.weights) if v.lineage == current), default=0)
-    if newest > manifest.step:
-        forks.append(Fork(lineage=current + 1, step=manifest.step))
+    if newest > step:
+        forks.append(Fork(lineage=current + 1, step=step))
     return forks
 
 

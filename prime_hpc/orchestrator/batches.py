@@ -3,21 +3,30 @@
 import asyncio
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from prime_hpc.algorithms.advantages import advantages, with_advantage
+from prime_hpc.algorithms.credit import CreditAssigner
+from prime_hpc.algorithms.filters import (
+    is_off_difficulty,
+    trains,
+    unfit,
+    without_sampled_tokens,
+    without_zero_advantage,
+)
 from prime_hpc.algorithms.packing import pack
-from prime_hpc.algorithms.routing import route
 from prime_hpc.algorithms.staleness import Lineages, restrict, token_staleness
+from prime_hpc.algorithms.trajectories import trajectories
+from prime_hpc.config.checks import source_algorithm
 from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import CorruptData
 from prime_hpc.models.spec import train_flops
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.transport.arrays import Array
+from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
 
 
@@ -44,16 +53,43 @@ class Batch:
 class BatchMaker:
     """Turns groups into the samples of a batch."""
 
-    def __init__(self, config: RunConfig, lineages: Lineages):
+    def __init__(self, config: RunConfig, lineages: Lineages, memory: Mapping[str, dict[str, float]] | None = None):
+        """`memory` is the `state` of an earlier attempt."""
         self._config = config
         self._lineages = lineages
+        self._remember(memory or {})
 
     def make(self, step: int, groups: list[Group]) -> Batch:
-        """Assign advantages, drop what is too old for `step`, leave out what carries no gradient."""
+        """Assign advantages, leave out what is unfit, too old for `step` or without gradient.
+
+        Groups that give no sample leave no trace in what the algorithms remember.
+        """
+        before = self.state()
+        batch = self._make(step, groups, self._lineages)
+        if not batch.samples:
+            self._remember(before)
+        return batch
+
+    def make_again(self, recorded: RecordedBatch) -> Batch:
+        """The batch that was cut before, from the journal: the same samples under the lineages of that time.
+
+        Raises:
+            CorruptData: other samples come out than were cut.
+        """
+        size, cut = self._config.orchestrator.group_size, recorded.cut
+        groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
+        self._remember(recorded.before.credit)
+        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage))
+        if [s.sample_id for s in batch.samples] != cut.sample_ids:
+            raise CorruptData(f"batch {cut.step} cannot be made again from the journal: its samples differ; "
+                              f"resume={cut.step - 1} starts from a checkpoint before it")  # fmt: skip
+        return replace(batch, journal_offset=recorded.offset)
+
+    def _make(self, step: int, groups: list[Group], lineages: Lineages) -> Batch:
         dropped: Counter = Counter()
         samples = []
-        for sample in (s for group in groups for s in self._credit(group)):
-            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, self._lineages)
+        for sample in self._credit(groups, dropped):
+            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, lineages)
             dropped.update(reasons)
             if "unstamped" in reasons:  # what its other tokens saw is not known either
                 dropped["unstamped"] += int(kept.mask.numpy().sum())
@@ -62,14 +98,41 @@ class BatchMaker:
         ages = [token_staleness(sample, step) for sample in samples]
         staleness = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
         if self._config.orchestrator.drop_zero_advantage:
-            samples = [_without_zero_advantage(sample, dropped) for sample in samples]
-        return Batch(step, [s for s in samples if _trains(s)], groups, dropped, staleness)
+            samples = [_counted(without_zero_advantage(sample), dropped, "zero_advantage") for sample in samples]
+        return Batch(step, [s for s in samples if trains(s)], groups, dropped, staleness)
 
-    def _credit(self, group: Group) -> list[Sample]:
-        scored = group.scored
-        values = advantages(np.array([r.reward for r in scored]), self._config.algorithm.name)
-        return [route(with_advantage(sample, float(value)), "rl")
-                for rollout, value in zip(scored, values, strict=True) for sample in rollout.samples]  # fmt: skip
+    def state(self) -> dict[str, dict[str, float]]:
+        """What the algorithms of the sources remember."""
+        seen = {source: state for source, assigner in self._assigners.items() if (state := assigner.state())}
+        return {**self._memory, **seen}
+
+    def _credit(self, groups: list[Group], dropped: Counter) -> list[Sample]:
+        """All samples in order of their groups. Each source's groups are credited together, by its own algorithm."""
+        credited: dict[str, list[Sample]] = {}
+        for source in dict.fromkeys(group.source for group in groups):
+            own = [group for group in groups if group.source == source]
+            played = [[t for rollout in group.scored for t in trajectories(rollout)] for group in own]
+            credited |= zip((g.group_id for g in own), self._assigner(source).assign(played), strict=True)
+        return [sample for group in groups for sample in self._fit(group, credited[group.group_id], dropped)]
+
+    def _fit(self, group: Group, samples: list[Sample], dropped: Counter) -> list[Sample]:
+        """The group's samples, those that the source's filters find without their sampled tokens."""
+        filters = source_algorithm(self._config, group.source).filters
+        off = filters.difficulty and is_off_difficulty([r.reward for r in group.scored], filters.difficulty)
+        reasons = {s.sample_id: "difficulty" if off else unfit(r, filters) for r in group.scored for s in r.samples}
+        return [_counted(without_sampled_tokens(sample), dropped, reason) if (reason := reasons[sample.sample_id])
+                else sample for sample in samples]  # fmt: skip
+
+    def _remember(self, memory: Mapping[str, dict[str, float]]) -> None:
+        """Go on from a `state`; each source's algorithm is made when it is first needed."""
+        self._memory = memory
+        self._assigners: dict[str, CreditAssigner] = {}
+
+    def _assigner(self, source: str) -> CreditAssigner:
+        if source not in self._assigners:
+            self._assigners[source] = CreditAssigner(source_algorithm(self._config, source))
+            self._assigners[source].restore(self._memory.get(source, {}))
+        return self._assigners[source]
 
 
 class BatchShelf:
@@ -83,6 +146,12 @@ class BatchShelf:
         self._packed: dict[tuple[int, int], asyncio.Task[list[list[MicroBatch]]]] = {}
         self._changed = asyncio.Condition()
 
+    async def close(self, last: int) -> None:
+        """No batch comes after `last`; whoever asks for one is told so."""
+        self._last = last
+        async with self._changed:
+            self._changed.notify_all()
+
     async def put(self, batch: Batch) -> None:
         self._batches[batch.step] = batch
         async with self._changed:
@@ -91,11 +160,10 @@ class BatchShelf:
     async def answer(self, request: BatchRequest) -> RankBatch:
         """The asked batch as the rank sees it, once it exists; an empty one past the last step."""
         self._forget(request.checkpointed)
-        if request.step > self._last:
-            return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0,
-                             last=True)  # fmt: skip
         async with self._changed:
-            await self._changed.wait_for(lambda: request.step in self._batches)
+            await self._changed.wait_for(lambda: request.step in self._batches or request.step > self._last)
+        if request.step > self._last:
+            return _nothing_left(request)
         batch = self._batches[request.step]
         ranks = await self._pack(batch, request.world)
         return RankBatch(
@@ -120,20 +188,12 @@ class BatchShelf:
         self._packed = {key: task for key, task in self._packed.items() if key[0] > checkpointed}
 
 
-def _without_zero_advantage(sample: Sample, dropped: Counter) -> Sample:
-    """`sample` with its zero-advantage tokens out of the policy-gradient component and so out of its normaliser."""
-    mask, values = sample.mask.numpy(), sample.advantages.numpy()
-    zero = mask & (values == 0)
-    if not zero.any():
-        return sample
-    dropped["zero_advantage"] += int(zero.sum())
-    weights = np.ones(len(mask), dtype=np.float32) if sample.rl_weights is None else sample.rl_weights.numpy().copy()
-    weights[zero] = 0
-    return msgspec.structs.replace(sample, rl_weights=Array.of(weights, "f4"))
+def _nothing_left(request: BatchRequest) -> RankBatch:
+    return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
 
 
-def _trains(sample: Sample) -> bool:
-    """Whether any token of the sample is a member of any loss component."""
-    rl = sample.mask.numpy() & (True if sample.rl_weights is None else sample.rl_weights.numpy() != 0)
-    others = [w for w in (sample.ce_weights, sample.ref_kl_weights) if w is not None]
-    return bool(rl.any() or any(w.numpy().any() for w in others))
+def _counted(outcome: tuple[Sample, int], dropped: Counter, reason: str) -> Sample:
+    sample, count = outcome
+    if count:
+        dropped[reason] += count
+    return sample

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from prime_hpc.orchestrator.journal import GroupOpened
 from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
 
 
@@ -15,6 +16,11 @@ class Group:
     version: PolicyVersion
     size: int
     done: list[RolloutDone] = field(default_factory=list)
+
+    @classmethod
+    def restored(cls, opened: GroupOpened, done: list[RolloutDone], size: int) -> "Group":
+        """A group as the journal tells it."""
+        return cls(opened.group_id, opened.source, opened.task_index, opened.version, size, list(done))
 
     @property
     def rollouts(self) -> list[Rollout]:

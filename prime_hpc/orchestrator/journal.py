@@ -11,10 +11,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData, SchemaMismatch
+from prime_hpc.transport.checkpoints import CheckpointManifest
 from prime_hpc.transport.messages import SCHEMA_VERSION, PolicyVersion, RolloutDone
 
 MAGIC = b"prime_hpc journal %d\n" % SCHEMA_VERSION
@@ -38,57 +41,135 @@ class RolloutFinished(msgspec.Struct, tag=True, kw_only=True):
     done: RolloutDone
 
 
+class Memory(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What credit assignment (by source) and task order remember from batch to batch."""
+
+    credit: dict[str, dict[str, float]] = {}
+    tasks: dict[str, Any] = {}
+
+
 class BatchCut(msgspec.Struct, tag=True, kw_only=True):
-    """Batch `step` took these groups; `sample_ids` are what it trains, in order."""
+    """Batch `step` took these groups under `lineage`; `sample_ids` are what it trains, in order."""
 
     step: int
+    lineage: int
     group_ids: list[str]
     sample_ids: list[str]
+    memory: Memory = msgspec.field(default_factory=Memory)
 
 
-Record = GroupOpened | RolloutFinished | BatchCut
+class GroupsDropped(msgspec.Struct, tag=True, kw_only=True):
+    """Groups that will be in no batch, and why."""
+
+    group_ids: list[str]
+    reason: str
+
+
+class AttemptStarted(msgspec.Struct, tag=True, kw_only=True):
+    """An attempt of the run opened the journal for the first time."""
+
+    attempt: int
+
+
+Record = GroupOpened | RolloutFinished | BatchCut | GroupsDropped | AttemptStarted
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
 @dataclass
+class RecordedGroup:
+    """A group as the journal tells it."""
+
+    opened: GroupOpened
+    done: list[RolloutDone] = field(default_factory=list)
+
+
+@dataclass
+class RecordedBatch:
+    """A batch as the journal tells it; `offset` is where the journal goes on behind it, `before` the memory that it was
+    made with."""
+
+    cut: BatchCut
+    groups: list[RecordedGroup]
+    offset: int
+    before: Memory
+
+
+@dataclass
 class JournalState:
-    """What a replay found: groups not yet in a batch, their finished rollouts, draws of each source."""
+    """What a replay found: groups not yet in a batch, draws of each source, and every batch with its groups."""
 
-    groups: dict[str, GroupOpened] = field(default_factory=dict)
-    rollouts: dict[str, list[RolloutDone]] = field(default_factory=dict)
+    groups: dict[str, RecordedGroup] = field(default_factory=dict)
     draws: dict[str, int] = field(default_factory=dict)
+    batches: dict[int, RecordedBatch] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Group id -> reason."""
     step: int = 0
+    attempt: int = 0
+    memory: Memory = field(default_factory=Memory)
+    """As of the last batch."""
+    drawn: list[str] = field(default_factory=list)
+    """Sources of the groups that were opened since."""
 
-    def apply(self, record: Record) -> None:
-        if isinstance(record, GroupOpened):
-            self.groups[record.group_id] = record
-            self.rollouts[record.group_id] = []
-            self.draws[record.source] = max(self.draws.get(record.source, 0), record.draw + 1)
-        elif isinstance(record, RolloutFinished):
-            if record.group_id in self.rollouts:
-                self.rollouts[record.group_id].append(record.done)
-        else:
-            self.step = record.step
-            for group_id in record.group_ids:
-                self.groups.pop(group_id, None)
-                self.rollouts.pop(group_id, None)
+    def apply(self, record: Record, offset: int) -> None:
+        """Take in the record that ends at `offset`."""
+        match record:
+            case GroupOpened():
+                self.groups[record.group_id] = RecordedGroup(record)
+                self.draws[record.source] = max(self.draws.get(record.source, 0), record.draw + 1)
+                self.drawn.append(record.source)
+            case RolloutFinished():
+                if record.group_id in self.groups:
+                    self.groups[record.group_id].done.append(record.done)
+            case BatchCut():
+                groups = [self.groups.pop(group_id) for group_id in record.group_ids]
+                self.batches[record.step] = RecordedBatch(record, groups, offset, self.memory)
+                self.step, self.memory, self.drawn = record.step, record.memory, []
+            case GroupsDropped():
+                for group_id in record.group_ids:
+                    self.groups.pop(group_id, None)
+                    self.dropped[group_id] = record.reason
+            case AttemptStarted():
+                self.attempt = record.attempt
+
+    def forget(self, step: int) -> None:
+        """Let go of the batches up to `step`, which a checkpoint covers."""
+        self.batches = {n: batch for n, batch in self.batches.items() if n > step}
 
 
 class Journal:
     """The journal file, open for appending."""
 
-    def __init__(self, path: Path, upto: int | None = None):
-        """Open `path`; `upto` is the offset to resume from: what lies behind it is dropped. None starts anew."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.state = JournalState()
-        if upto is None:
-            path.write_bytes(MAGIC)
-        else:
-            for record in read(path, upto):
-                self.state.apply(record)
-            os.truncate(path, upto)
+    def __init__(self, path: Path, state: JournalState):
+        self.state = state
         self._file = path.open("ab")
+
+    @classmethod
+    def start(cls, path: Path) -> "Journal":
+        """A journal without records; one that lies at `path` is replaced."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(MAGIC)
+        return cls(path, JournalState())
+
+    @classmethod
+    def reopen(cls, path: Path, covered: int = 0, offset: int = 0, *, rewind: bool = False) -> "Journal":
+        """Replay `path` and go on with it.
+
+        `covered` is the step of the checkpoint that the trainer goes on from, `offset` the journal's in it. Batches up
+        to that step are let go; with `rewind` everything behind `offset` is, else every whole record is kept.
+
+        Raises:
+            SchemaMismatch: the file is no journal of this schema version.
+            CorruptData: a record before `offset` is missing or damaged.
+        """
+        state, end = JournalState(), len(MAGIC)
+        for record, end in read(path, offset if rewind else None):
+            state.apply(record, end)
+            state.forget(covered)
+        if end < offset:
+            raise CorruptData(f"{path} is whole up to byte {end}, the checkpoint wants {offset}: the journal was cut")
+        os.truncate(path, end)
+        return cls(path, state)
 
     @property
     def offset(self) -> int:
@@ -107,8 +188,8 @@ class Journal:
         self._file.close()
 
 
-def read(path: Path, upto: int | None = None) -> Iterator[Record]:
-    """Records of a journal up to an offset, or up to the last whole record.
+def read(path: Path, upto: int | None = None) -> Iterator[tuple[Record, int]]:
+    """Records of a journal, each with the offset behind it, up to an offset or up to the last whole record.
 
     Raises:
         SchemaMismatch: the file is no journal of this schema version.
@@ -127,5 +208,30 @@ def read(path: Path, upto: int | None = None) -> Iterator[Record]:
             if upto is None:
                 return
             raise CorruptData(f"{path} is damaged at byte {position}")
-        yield _decoder.decode(payload)
         position += _FRAME.size + length
+        yield _decoder.decode(payload), position
+
+
+def open_journal(role: Role, checkpoint: CheckpointManifest | None) -> Journal:
+    """The journal of this start of the orchestrator.
+
+    A new run begins one. A later attempt goes on with all of it, unless it was told to go back to an older checkpoint;
+    so does a later start within an attempt, whatever the attempt itself was told.
+    """
+    path = role.paths.journal
+    covered, offset = (checkpoint.step, checkpoint.journal_offset) if checkpoint else (0, 0)
+    known = path.exists() and role.plan.attempt > 1 or role.restart > 0
+    if not known or not path.exists():
+        journal = Journal.start(path)
+    elif role.plan.rewind and _attempt(path) != role.plan.attempt:
+        journal = Journal.reopen(path, covered, offset, rewind=True)
+    else:
+        journal = Journal.reopen(path, covered, offset)
+    if journal.state.attempt != role.plan.attempt:
+        journal.append(AttemptStarted(attempt=role.plan.attempt), durable=True)
+    return journal
+
+
+def _attempt(path: Path) -> int:
+    """The attempt that last wrote to a journal."""
+    return max((record.attempt for record, _ in read(path) if isinstance(record, AttemptStarted)), default=0)

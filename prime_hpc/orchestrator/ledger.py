@@ -28,7 +28,7 @@ class Ledger:
         self._recorder = RolloutRecorder(role) if role.config.monitor.rollouts else None
         self._begin = time.monotonic()
         self._rows: dict[int, Metrics] = defaultdict(dict)
-        self._reported = start_step
+        self._reported = max([start_step, *read_metrics(role.paths.metrics)]) if role.restart else start_step
         self._changed = asyncio.Condition()
         self._progress: dict[str, float | int] = {}
         self._update: Metrics = {}
@@ -74,6 +74,7 @@ class Ledger:
             counts = {"ready": scheduler.ready_rollouts, "inflight": scheduler.inflight}
             self._progress.update(served=versions.served.step, **counts)
             self._role.rendezvous.publish("sampling", progress=self._progress)
+            self._role.heart.progress(f"sampling, {scheduler.inflight} rollouts in flight")
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:

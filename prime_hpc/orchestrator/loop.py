@@ -7,21 +7,24 @@ from pathlib import Path
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import source_name
-from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.journal import BatchCut, Journal
+from prime_hpc.orchestrator.journal import BatchCut, Memory, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
-from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
+from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
-from prime_hpc.transport.checkpoints import read_manifest
+from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, read_manifest
 from prime_hpc.transport.messages import PolicyVersion
+
+DRAIN_POLL_S = 0.5
 
 
 class Orchestrator:
@@ -29,14 +32,15 @@ class Orchestrator:
 
     def __init__(self, role: Role):
         self.role, self.config = role, role.config
-        checkpoint = read_manifest(Path(role.plan.checkpoint)) if role.plan.checkpoint else None
+        checkpoint = _covering(role)
         self.start_step = checkpoint.step if checkpoint else 0
-        self.journal = Journal(role.paths.journal, checkpoint.journal_offset if checkpoint else None)
-        self.lineages = Lineages(role.plan.forks)
+        self.journal = open_journal(role, checkpoint)
+        self.lineages = Lineages(read_forks(role.paths.forks))
         self.pool, self.server = EnvPool(role), open_server(role)
         self.shelf = BatchShelf(self.config)
-        self.maker = BatchMaker(self.config, self.lineages)
+        self.maker = BatchMaker(self.config, self.lineages, self.journal.state.memory.credit)
         self.ledger = Ledger(role, self.start_step)
+        self.drained = False
 
     async def run(self) -> None:
         """From the first hello to the complete mark."""
@@ -45,56 +49,85 @@ class Orchestrator:
             background = [tasks.create_task(self.pool.serve())]
             await self._connect()
             background += [
+                tasks.create_task(self.fleet.watch()),
                 tasks.create_task(self.server.serve(lambda request: self.ledger.answer(self.shelf, request))),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
                 tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions)),
             ]
+            await self._ship_again()
             await self._evaluate(self.start_step, first=True)
-            for step in range(self.start_step + 1, self.config.max_steps + 1):
-                await self._ship(await self._cut(step))
-            await self.scheduler.close()
-            await self.ledger.wait_reported(self.config.max_steps)
-            await asyncio.to_thread(self._wait_trained)
-            await self._evaluate(self.config.max_steps, last=True)
+            background.append(tasks.create_task(self._watch_drain()))
+            while self.versions.shipped < self.config.max_steps:
+                batch = await self._cut(self.versions.shipped + 1)
+                if batch is None:
+                    break
+                await self._ship(batch)
+            await self._close()
             for task in background:
                 task.cancel()
         await self._finish()
 
     async def _connect(self) -> None:
         self.fleet = await Fleet.connect(self.role)
-        self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step)
+        shipped = max(self.start_step, self.journal.state.step)
+        self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
         await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
-        draws = self.journal.state.draws
-        orders = {name: TaskOrder(source, self.pool.num_tasks[name], self.config.seed, draws.get(name, 0))
-                  for name, source in train.items()}  # fmt: skip
+        self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
+        self.tasks.restore(self.journal.state)
         self.runner = Runner(self.role, self.pool, self.fleet)
         self.evaluator = Evaluator(self.role, self.runner, self.pool)
-        mixture = Mixture({name: source.ratio for name, source in train.items()}, orders)
-        self.scheduler = Scheduler(self.role, self.runner, mixture, self.versions, self.journal)
+        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal)
         self.scheduler.restore(self.journal.state)
         self.role.rendezvous.publish("sampling")
 
-    async def _cut(self, step: int) -> Batch:
-        """The next batch with anything to train on, as soon as enough rollouts wait and the trainer is near."""
-        await self.versions.wait_published(step - self.config.orchestrator.max_lead)
+    async def _ship_again(self) -> None:
+        """Put the batches that no checkpoint covers back on the shelf, as they were cut."""
+        for recorded in self.journal.state.batches.values():
+            batch = self.maker.make_again(recorded)
+            await self.shelf.put(batch)
+            await self.ledger.shipped(batch)
+        self.journal.state.batches.clear()
+
+    async def _watch_drain(self) -> None:
+        """Wake whoever waits once the run is asked to leave."""
+        while not await asyncio.to_thread(lambda: self.role.draining):
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.drained = True
+        await self.versions.notify()
+        await self.scheduler.notify()
+
+    async def _cut(self, step: int) -> Batch | None:
+        """The next batch with anything to train on, as soon as enough rollouts wait and the trainer is near.
+
+        None once the run is asked to leave.
+        """
+        near = step - self.config.orchestrator.max_lead
+        with self.role.heart.waiting(f"version {near}", "trainer-0", self.config.trainer.batch_timeout_s):
+            await self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
         for _ in range(self.config.orchestrator.max_empty_batches):
-            batch = self.maker.make(step, await self._take())
+            groups = await self._take()
+            if self.drained:
+                return None
+            batch = self.maker.make(step, groups)
             if batch.samples:
                 return batch
-            self._journal(step - 1, batch)
+            self.scheduler.drop(batch.groups, "no_gradient")
             self.role.log.warning("no token of %d rollouts carries an advantage, sampling on", len(batch.rollouts))
-        raise InfrastructureFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable "
-                                    "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
+        raise EnvironmentFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable "
+                                 "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
 
     async def _take(self) -> list[Group]:
-        """Groups of one batch, in the order they finished."""
+        """Groups of one batch, in the order they finished; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
-        async with scheduler.changed:
-            await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size)
+        with self.role.heart.waiting(f"{size} finished rollouts", "environment", self.config.trainer.batch_timeout_s):
+            async with scheduler.changed:
+                await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size or self.drained)
+        if self.drained:
+            return []
         groups, count = [], 0
         while count < size:
             groups.append(scheduler.ready.pop(0))
@@ -102,23 +135,38 @@ class Orchestrator:
         return groups
 
     async def _ship(self, batch: Batch) -> None:
-        offset = self._journal(batch.step, batch)
-        await self.shelf.put(replace(batch, journal_offset=offset))
+        self.role.reach("batch.before")
+        group_ids, sample_ids = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
+        memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
+        cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids,
+                       memory=memory)  # fmt: skip
+        self.journal.append(cut, durable=True)
+        self.role.reach("batch.during")
+        await self.shelf.put(replace(batch, journal_offset=self.journal.offset))
         self.versions.shipped = batch.step
         await self.ledger.shipped(batch)
         await self.scheduler.notify()
+        self.role.heart.progress(f"shipped batch {batch.step}")
+        self.role.reach("batch.after")
 
-    def _journal(self, step: int, batch: Batch) -> int:
-        groups, samples = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
-        self.journal.append(BatchCut(step=step, group_ids=groups, sample_ids=samples), durable=True)
-        return self.journal.offset
+    async def _close(self) -> None:
+        """Stop sampling, let the trainer finish what was shipped, and evaluate what came of it."""
+        last = min(self.versions.shipped, self.config.max_steps)  # fewer where a resume lowered max_steps
+        await self.shelf.close(last)
+        await self.scheduler.close()
+        self.role.reach("shutdown.before")
+        await self.ledger.wait_reported(last)
+        await asyncio.to_thread(self._wait_trained)
+        self.role.reach("shutdown.during")
+        await self._evaluate(last, last=True)
 
     async def _on_published(self) -> None:
-        """Drop groups whose first tokens would be too old for the next batch."""
+        """Drop groups whose first tokens would be too old for the next batch, or come from abandoned weights."""
         oldest = self.versions.shipped - self.config.orchestrator.max_staleness
-        given_up = self.scheduler.cancel_where(lambda group: group.version.step < oldest)
-        if given_up:
-            self.role.log.info("gave up %d rollouts that would be too old", given_up)
+        stale = self.scheduler.cancel_where(lambda group: group.version.step < oldest, "stale")
+        lost = self.scheduler.cancel_where(lambda group: not self.lineages.alive(group.version), "lineage")
+        if stale or lost:
+            self.role.log.info("gave up %d rollouts that would be too old, %d of abandoned weights", stale, lost)
 
     async def _on_update(self, version: PolicyVersion, times: UpdateTimes) -> None:
         self.ledger.updated(version, times)
@@ -129,7 +177,9 @@ class Orchestrator:
         if not self.evaluator.due(step, first=first, last=last) or (step == self.config.max_steps and not last):
             return
         await self.versions.wait_served(step)
+        self.role.reach("evaluation.before")
         self.ledger.evaluated(step, await self.evaluator.run(self.versions.served))
+        self.role.reach("evaluation.after")
 
     def _wait_trained(self) -> None:
         """The ranks still need answers until they have marked themselves trained."""
@@ -140,4 +190,12 @@ class Orchestrator:
         await self.fleet.close()
         self.journal.close()
         self.ledger.close()
+        self.role.reach("shutdown.after")
         self.role.mark_complete()
+
+
+def _covering(role: Role) -> CheckpointManifest | None:
+    """The checkpoint behind which batches are needed: the plan's, or later in the attempt the newest there is."""
+    newest = find_latest(role.paths.checkpoints, read_forks(role.paths.forks)) if role.restart else None
+    path = newest or role.plan.checkpoint
+    return read_manifest(Path(path)) if path else None

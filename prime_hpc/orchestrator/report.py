@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_hpc.algorithms.estimators import estimates
 from prime_hpc.orchestrator.batches import Batch
 from prime_hpc.transport.messages import Rollout
 
@@ -30,9 +31,17 @@ def batch_metrics(batch: Batch) -> Metrics:
 
 
 def eval_metrics(source: str, rollouts: list[Rollout]) -> Metrics:
-    """Mean reward and metrics of an evaluation."""
+    """Mean reward and metrics of an evaluation, and avg@k, pass@k and pass^k where tasks have several rollouts."""
     scored = [r for r in rollouts if r.failure is None]
-    return {**_scores(f"eval/{source}", scored), f"eval/{source}/errors": float(len(rollouts) - len(scored))}
+    tasks: dict[str, list[float]] = {}
+    for rollout in scored:
+        tasks.setdefault(rollout.task_id, []).append(rollout.reward)
+    found = estimates(tasks.values()) if len(tasks) < len(scored) else {}
+    return {
+        **_scores(f"eval/{source}", scored),
+        f"eval/{source}/errors": float(len(rollouts) - len(scored)),
+        **{f"eval/{source}/{name}": value for name, value in found.items()},
+    }
 
 
 def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> dict[str, Any]:

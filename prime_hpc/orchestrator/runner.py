@@ -9,7 +9,7 @@ from prime_hpc.config.checks import source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.env_pool import EnvPool
-from prime_hpc.orchestrator.fleet import Engine, Fleet
+from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.transport.messages import PolicyVersion, RolloutDone, RunRollout
 
 BUDGET_WINDOW = 100
@@ -21,7 +21,7 @@ class Runner:
     """What training and evaluation share: the way of one rollout."""
 
     def __init__(self, role: Role, pool: EnvPool, fleet: Fleet):
-        self._config = role.config
+        self._role, self._config = role, role.config
         self._pool = pool
         self._fleet = fleet
         self._log = role.log
@@ -31,14 +31,14 @@ class Runner:
         self.retries = 0
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion, *,
-                  engine: Engine | None = None, evaluate: bool = False) -> RolloutDone:  # fmt: skip
+                  evaluate: bool = False) -> RolloutDone:  # fmt: skip
         """One rollout, with up to `env.retries` further tries for failures of inference or infrastructure.
 
         Raises:
             EnvironmentFailure: the source has spent its error budget.
         """
         for attempt in range(self._config.env.retries + 1):
-            done = await self._try(f"{rollout_id}-{attempt}", source, task_index, version, engine, evaluate)
+            done = await self._try(f"{rollout_id}-{attempt}", source, task_index, version, evaluate)
             failure = done.rollout.failure
             if failure is None or failure.kind == "environment":
                 break
@@ -50,8 +50,8 @@ class Runner:
         return done
 
     async def _try(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion,
-                   engine: Engine | None, evaluate: bool) -> RolloutDone:  # fmt: skip
-        engine = engine or self._fleet.pick()
+                   evaluate: bool) -> RolloutDone:  # fmt: skip
+        engine = await self._fleet.pick()
         request = RunRollout(
             rollout_id=rollout_id,
             task_index=task_index,
@@ -64,9 +64,14 @@ class Runner:
         )
         engine.load += 1
         try:
-            return await self._pool.run(source, request)
+            self._role.reach("sampling.before")
+            done = await self._pool.run(source, request)
         finally:
             engine.load -= 1
+        if done.rollout.failure and done.rollout.failure.kind == "inference":
+            self._fleet.suspect(engine)
+        self._role.reach("sampling.after")
+        return done
 
     def _account(self, source: str, done: RolloutDone) -> None:
         failure = done.rollout.failure

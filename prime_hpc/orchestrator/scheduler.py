@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.journal import GroupOpened, Journal, JournalState, RolloutFinished
+from prime_hpc.orchestrator.journal import GroupOpened, GroupsDropped, Journal, JournalState, RolloutFinished
 from prime_hpc.orchestrator.runner import Runner
-from prime_hpc.orchestrator.tasks import Mixture
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
 
 
 class Scheduler:
     """Holds the groups that run (`open`) and those that wait for a batch (`ready`)."""
 
-    def __init__(self, role: Role, runner: Runner, mixture: Mixture, versions: Versions, journal: Journal):
+    def __init__(self, role: Role, runner: Runner, stream: TaskStream, versions: Versions, journal: Journal):
         settings = role.config.orchestrator
         self.ready: list[Group] = []
         self.open: dict[str, Group] = {}
@@ -24,7 +24,7 @@ class Scheduler:
         self.changed = asyncio.Condition()
         self._settings = settings
         self._max_inflight = settings.max_inflight or settings.batch_size
-        self._runner, self._mixture, self._versions, self._journal = runner, mixture, versions, journal
+        self._runner, self._stream, self._versions, self._journal = runner, stream, versions, journal
         self._tasks: dict[str, asyncio.Task] = {}
 
     @property
@@ -37,11 +37,11 @@ class Scheduler:
         return sum(len(g.done) for g in self.ready)
 
     def restore(self, state: JournalState) -> None:
-        """Groups of an earlier attempt: finished rollouts return, missing ones run again under the same task."""
-        for opened in state.groups.values():
-            group = Group(opened.group_id, opened.source, opened.task_index, opened.version, self._settings.group_size)
-            group.done = state.rollouts[opened.group_id]
+        """Groups of an earlier start: finished rollouts return, missing ones run again under the same task."""
+        for recorded in state.groups.values():
+            group = Group.restored(recorded.opened, recorded.done, self._settings.group_size)
             if group.finished:
+                self._observe(group)
                 self.ready.append(group)
             else:
                 self.open[group.group_id] = group
@@ -60,7 +60,7 @@ class Scheduler:
     async def close(self) -> None:
         """Stop sampling and cancel what runs."""
         self.closed = True
-        self.cancel_where(lambda _: True)
+        self.cancel_where(lambda _: True, "end")
         await self.notify()
 
     async def notify(self) -> None:
@@ -68,7 +68,7 @@ class Scheduler:
         async with self.changed:
             self.changed.notify_all()
 
-    def cancel_where(self, hopeless: Callable[[Group], bool]) -> int:
+    def cancel_where(self, hopeless: Callable[[Group], bool], reason: str) -> int:
         """Drop groups, running or waiting for a batch; returns how many rollouts were given up."""
         doomed = [g for g in self.open.values() if hopeless(g)]
         for group in doomed:
@@ -76,9 +76,15 @@ class Scheduler:
             self._tasks.pop(group.group_id).cancel()
         waiting = [g for g in self.ready if hopeless(g)]
         self.ready = [g for g in self.ready if not hopeless(g)]
+        self.drop(doomed + waiting, reason)
         given_up = sum(g.size for g in doomed + waiting)
         self.cancelled += given_up
         return given_up
+
+    def drop(self, groups: list[Group], reason: str) -> None:
+        """Take down that these groups will be in no batch."""
+        if groups:
+            self._journal.append(GroupsDropped(group_ids=[g.group_id for g in groups], reason=reason))
 
     def _may_open(self) -> bool:
         """Room among running rollouts, no full batch waiting, and nothing sampled that is bound to be too old."""
@@ -93,7 +99,7 @@ class Scheduler:
         )
 
     def _draw(self) -> Group:
-        source, draw, index = self._mixture.draw()
+        source, draw, index = self._stream.draw(self._versions.shipped + 1)
         group = Group(uuid.uuid4().hex[:12], source, index, self._versions.served, self._settings.group_size)
         opened = GroupOpened(group_id=group.group_id, source=source, draw=draw, task_index=index, version=group.version)
         self._journal.append(opened)
@@ -110,8 +116,12 @@ class Scheduler:
                 rollouts.create_task(self._run_rollout(group, f"{group.group_id}-{i}"))
         self._tasks.pop(group.group_id)
         self.open.pop(group.group_id)
+        self._observe(group)
         self.ready.append(group)
         await self.notify()
+
+    def _observe(self, group: Group) -> None:
+        self._stream.observe(group.source, group.task_index, [r.reward for r in group.scored])
 
     async def _run_rollout(self, group: Group, rollout_id: str) -> None:
         done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)

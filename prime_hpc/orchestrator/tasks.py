@@ -1,41 +1,45 @@
-"""Which task a source gives next: a pure function of seed, epoch and number of draws, so a cursor restores it."""
+"""Where the next group's task comes from: a source by its share, then a task by the source's order."""
 
-import random
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from prime_hpc.algorithms.curricula import Mixture, make_sampler
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.orchestrator.journal import JournalState
 
 
-class TaskOrder:
-    """Tasks of one source, shuffled anew every epoch; an endless taskset is taken in its own order."""
+class TaskStream:
+    """The training sources of a run. What the journal holds restores them."""
 
-    def __init__(self, source: SourceConfig, num_tasks: int | None, seed: int, draws: int = 0):
-        self.num_tasks = min(filter(None, (num_tasks, source.num_tasks)), default=None)
-        self.draws = draws
-        self._seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
+    def __init__(self, sources: Mapping[str, SourceConfig], num_tasks: Mapping[str, int | None], seed: int):
+        self._samplers = {
+            name: make_sampler(source.order, min(filter(None, (num_tasks[name], source.num_tasks)), default=None), seed)
+            for name, source in sources.items()
+        }
+        self._mixture = Mixture({name: s.ratio_schedule or {0: s.ratio} for name, s in sources.items()})
 
-    def draw(self) -> tuple[int, int]:
-        """The number of this draw and the index of its task."""
-        draw = self.draws
-        self.draws += 1
-        if self.num_tasks is None:
-            return draw, draw
-        epoch, position = divmod(draw, self.num_tasks)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(self.num_tasks))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        return draw, self._order[position]
+    def draw(self, step: int) -> tuple[str, int, int]:
+        """Source, number of the draw within it, and index of the task, for a group that is opened for batch `step`."""
+        source = self._mixture.draw(step)
+        sampler = self._samplers[source]
+        return source, sampler.draws, sampler.draw()
 
+    def observe(self, source: str, task: int, rewards: Sequence[float]) -> None:
+        """A group of the task has ended with these rewards; without any it says nothing."""
+        if rewards:
+            self._samplers[source].observe(task, sum(rewards) / len(rewards))
 
-class Mixture:
-    """Which source the next group comes from: the one furthest behind its share. Needs no state but the draws."""
+    def state(self) -> dict[str, Any]:
+        """Plain data, for the journal."""
+        samplers = {name: sampler.state() for name, sampler in self._samplers.items()}
+        return {"mixture": self._mixture.state(), "samplers": samplers}
 
-    def __init__(self, ratios: dict[str, float], orders: dict[str, TaskOrder]):
-        self._ratios = ratios
-        self._orders = orders
-
-    def draw(self) -> tuple[str, int, int]:
-        """Source, number of the draw, index of the task."""
-        source = min(self._ratios, key=lambda s: (self._orders[s].draws + 1) / self._ratios[s])
-        return source, *self._orders[source].draw()
+    def restore(self, journal: JournalState) -> None:
+        """Go on behind the last record of the journal: from the state of the last batch and what was drawn since."""
+        memory = journal.memory.tasks
+        self._mixture.restore(memory.get("mixture", {}))
+        for source in journal.drawn:
+            self._mixture.spend(source, journal.step + 1)
+        for name, sampler in self._samplers.items():
+            sampler.restore(memory.get("samplers", {}).get(name) or sampler.state())
+            sampler.draws = journal.draws.get(name, 0)

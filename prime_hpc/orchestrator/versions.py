@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from prime_hpc.algorithms.staleness import Lineages
+from prime_hpc.cluster import control
 from prime_hpc.cluster.role import Role
+from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
+from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import published_versions
 
@@ -15,18 +18,16 @@ OnUpdate = Callable[[PolicyVersion, UpdateTimes], Awaitable[None]]
 
 
 class Versions:
-    """The clock of the run: `published` and `served` only grow, `shipped` counts batches that were cut."""
+    """The clock of the run: `published` and `served` go back only where the trainer did; `shipped` counts batches."""
 
-    def __init__(self, role: Role, fleet: Fleet, lineages: Lineages, start_step: int):
-        self.published = PolicyVersion(lineages.current, start_step)
-        self.served = self.published
-        self.shipped = start_step
-        self.lineages = lineages
-        self.changed = asyncio.Condition()
+    def __init__(self, role: Role, fleet: Fleet, lineages: Lineages, start_step: int, shipped: int):
+        self._role, self._fleet = role, fleet
         self._weights = role.paths.weights
-        self._version_dir = role.paths.weights_version
-        self._fleet = fleet
-        self._log = role.log
+        self.lineages = lineages
+        self.published = self._newest() or PolicyVersion(lineages.current, start_step)
+        self.served = self.published
+        self.shipped = shipped
+        self.changed = asyncio.Condition()
 
     @property
     def lead(self) -> int:
@@ -35,40 +36,63 @@ class Versions:
 
     async def first(self, timeout_s: float) -> None:
         """Wait for the weights the run starts from and load them into every engine: a broken path fails early."""
-        async with asyncio.timeout(timeout_s):
-            while self.published not in published_versions(self._weights):
-                await asyncio.sleep(POLL_S)
+        with self._role.heart.waiting(f"weights v{self.published}", "trainer-0", timeout_s):
+            async with asyncio.timeout(timeout_s):
+                while self.published not in published_versions(self._weights):
+                    await asyncio.sleep(POLL_S)
         await self._serve(self.published)
 
     async def follow(self, on_published: Callable[[], Awaitable[None]], on_update: OnUpdate) -> None:
-        """Load every newer version as it appears, the newest only, until cancelled."""
+        """Load every newer version as it appears, the newest only, until cancelled.
+
+        A version of a newer lineage means that the trainer went back: its history is read anew.
+        """
         while True:
-            newest = max((v for v in published_versions(self._weights) if v.lineage == self.lineages.current),
-                         default=self.published)  # fmt: skip
-            if newest > self.published:
+            newest = self._newest()
+            if newest and newest > self.published:
                 self.published = newest
                 await on_published()
-                await self._notify()
-                await on_update(newest, await self._serve(newest))
-                await self._notify()
+                await self.notify()
+                await self._update(newest, on_update)
             await asyncio.sleep(POLL_S)
+
+    async def _update(self, version: PolicyVersion, on_update: OnUpdate) -> None:
+        """Serve `version`; where its files are damaged, the old one goes on serving and the trainer is asked anew."""
+        try:
+            times = await self._serve(version)
+        except CorruptData as error:
+            self._role.log.error("%s; the trainer is started again", error)
+            control.ask(self._role.paths.control, "restart", str(error), unit="trainer", by=self._role.process.name)
+            return
+        await on_update(version, times)
+        await self.notify()
+
+    def _newest(self) -> PolicyVersion | None:
+        """The newest version of the newest lineage."""
+        newest = max(published_versions(self._weights), default=None)
+        if newest and newest.lineage > self.lineages.current:
+            self.lineages.replace(read_forks(self._role.paths.forks))
+            self._role.log.info("the trainer went back to v%s", newest)
+        return newest
 
     async def wait_served(self, step: int) -> None:
         """Return once the engines serve version `step` or a newer one."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.served.step >= step)
+        await self.wait_until(lambda: self.served.step >= step)
 
-    async def wait_published(self, step: int) -> None:
-        """Return once the trainer has published version `step` or a newer one."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` holds; it is looked at whenever a version is published or served, and on `notify`."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self.published.step >= step)
+            await self.changed.wait_for(condition)
 
     async def _serve(self, version: PolicyVersion) -> UpdateTimes:
-        times = await self._fleet.update(version, self._version_dir(str(version)))
+        self._role.reach("update.before")
+        times = await self._fleet.update(version, self._role.paths.weights_version(str(version)))
         self.served = version
-        self._log.info("engines serve v%s (load %.2f s, pause %.2f s)", version, times.load_s, times.pause_s)
+        self._role.reach("update.after")
+        self._role.log.info("engines serve v%s (load %.2f s, pause %.2f s)", version, times.load_s, times.pause_s)
         return times
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
+        """Have everybody who waits look again."""
         async with self.changed:
             self.changed.notify_all()

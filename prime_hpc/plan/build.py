@@ -20,17 +20,20 @@ BASE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the processes beside them
 }
 FIRST_NODE = Slot(0, [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What distinguishes this start of a run: its number, where it resumes, and the forks of its history."""
+    """What distinguishes this start of a run: its number, where it resumes, the forks of its history, and whether the
+    orchestrator's journal goes back to the checkpoint too."""
 
     number: int = 1
     checkpoint: Path | None = None
     forks: list[Fork] = field(default_factory=list)
+    rewind: bool = False
 
 
 def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) -> RunPlan:
@@ -55,6 +58,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         forks=attempt.forks,
         checkpoint=str(attempt.checkpoint) if attempt.checkpoint else None,
         processes=processes,
+        rewind=attempt.rewind,
         config=to_dict(config),
     )
 

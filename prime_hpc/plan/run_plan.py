@@ -55,6 +55,11 @@ class Fork(msgspec.Struct, kw_only=True):
     step: int
 
 
+def read_forks(path: Path) -> list[Fork]:
+    """The history of lineages in `forks.json`; none where there is no such file."""
+    return msgspec.json.decode(path.read_bytes(), type=list[Fork]) if path.exists() else []
+
+
 class RunPlan(msgspec.Struct, kw_only=True):
     """Everything a launcher and the roles need. `config` is the resolved configuration as a dictionary."""
 
@@ -68,6 +73,8 @@ class RunPlan(msgspec.Struct, kw_only=True):
     checkpoint: str | None
     processes: list[ProcessPlan]
     config: dict[str, Any]
+    rewind: bool = False
+    """The orchestrator's journal is cut back to the checkpoint, rather than gone on with."""
 
     def process(self, name: str) -> ProcessPlan:
         return next(p for p in self.processes if p.name == name)

@@ -7,7 +7,7 @@ from prime_hpc.plan.run_plan import NodeGroup, ProcessPlan, RunPlan
 
 @dataclass(frozen=True)
 class Unit:
-    """An engine with all its nodes, the workers of a source, the orchestrator, or all trainer ranks.
+    """An engine with all its nodes, an environment worker, the orchestrator, or all trainer ranks.
 
     Its processes are in order of node, equally many on each.
     """
@@ -15,6 +15,10 @@ class Unit:
     name: str
     processes: list[ProcessPlan]
     group: NodeGroup
+
+    @property
+    def component(self) -> str:
+        return self.processes[0].component
 
     @property
     def first_node(self) -> int:
@@ -40,9 +44,7 @@ def units(plan: RunPlan) -> list[Unit]:
 
 
 def unit_name(process: ProcessPlan) -> str:
-    """`orchestrator`, `trainer`, `inference-2` for each engine, `env-SOURCE` for each source."""
+    """`orchestrator`, `trainer`, `inference-2` for each engine, `env-SOURCE-0` for each environment worker."""
     if process.component == "inference":
         return f"inference-{process.index}"
-    if process.component == "environment":
-        return process.name.rpartition("-")[0]
-    return process.component
+    return process.name if process.component == "environment" else process.component

@@ -6,6 +6,7 @@ boundary, rank 0 seals the directory with its manifest and renames it.
 
 import errno
 import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class _Save:
     step: int
     journal_offset: int
     partial: Path
+    began: float
     outcome: "Future[_Outcome]"
 
 
@@ -58,6 +60,8 @@ class Checkpointer:
         self._save: _Save | None = None
         self.newest = 0
         """Step of the newest complete checkpoint of this run, 0 for none."""
+        self.save_s: float | None = None
+        """Seconds from the begin of the newest save until it was complete."""
 
     def load(self, checkpoint: Path) -> int:
         """Restore everything from `checkpoint`, written by any number of ranks; returns its step.
@@ -83,6 +87,10 @@ class Checkpointer:
         self.newest = manifest.step
         return manifest.step
 
+    def costs(self) -> dict[str, float]:
+        """`time/save`, once there was one."""
+        return {} if self.save_s is None else {"time/save": self.save_s}
+
     def save_if_due(self, step: int, journal_offset: int) -> None:
         """At the end of `step`: settle a save that all ranks have finished, and begin one where one is due."""
         if self._save and self._all_done():
@@ -105,7 +113,8 @@ class Checkpointer:
         return self._role.paths.checkpoint(step)
 
     def _begin(self, step: int, journal_offset: int) -> None:
-        partial = checkpoints.partial_path(self._directory, step)
+        self._role.reach("save.before")
+        began, partial = time.monotonic(), checkpoints.partial_path(self._directory, step)
         if self._world.first:
             checkpoints.remove_partials(self._directory)
             partial.mkdir(parents=True)
@@ -113,7 +122,7 @@ class Checkpointer:
         saved = dcp.async_save(self._state(), storage_writer=_ShardWriter(partial),
                                process_group=self._world.background)  # fmt: skip
         outcome = self._thread.submit(_await_files, saved, partial, self._world.rank)
-        self._save = _Save(step, journal_offset, partial, outcome)
+        self._save = _Save(step, journal_offset, partial, began, outcome)
 
     def _all_done(self) -> bool:
         done = torch.tensor(int(self._save.outcome.done()))
@@ -139,10 +148,12 @@ class Checkpointer:
         if self._world.first:
             self._publish(save, {name: entry for o in outcomes for name, entry in o.files.items()})
         dist.barrier()
-        self.newest = save.step
+        self.newest, self.save_s = save.step, time.monotonic() - save.began
+        self._role.reach("save.after")
 
     def _publish(self, save: _Save, files: dict[str, FileEntry]) -> None:
         self._role.lease.check()
+        self._role.reach("save.during")
         manifest = CheckpointManifest(step=save.step, lineage=self._lineage, world=self._world.size,
                                       journal_offset=save.journal_offset, files=files,
                                       config=self._role.plan.config)  # fmt: skip

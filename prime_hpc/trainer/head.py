@@ -15,7 +15,7 @@ def score_tokens(
         hidden: [m, h], the state from which each target is predicted.
         weight: [V, h] of the LM head.
         targets: int64[m].
-        temperatures: float32[m].
+        temperatures: float32[m]; its precision is that of logits and scores.
         chunk: rows of logits that exist at once.
 
     Returns:
@@ -47,7 +47,7 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperatures, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=temperatures.dtype)
         for rows in _chunks(len(targets), ctx.chunk):
             probs = (_logits(hidden[rows], weight, temperatures[rows]) - normaliser[rows, None]).exp_()
             scale = grad[rows] / temperatures[rows]
@@ -59,8 +59,8 @@ class _Scores(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
-    """float32[rows, V], divided by the temperatures."""
-    return (hidden @ weight.T).float().div_(temperatures[:, None])
+    """[rows, V] in the precision of the temperatures, divided by them."""
+    return (hidden @ weight.T).to(temperatures.dtype).div_(temperatures[:, None])
 
 
 def _chunks(total: int, size: int) -> list[slice]:

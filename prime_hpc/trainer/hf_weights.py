@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -12,12 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prime_hpc.errors import CorruptData
+from prime_hpc.models.conversion import Piece
+from prime_hpc.models.decoder import CausalLM
+from prime_hpc.trainer.model import PolicyModel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def load_weights(model: nn.Module, directory: Path) -> None:
+def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
     """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
 
     Raises:
@@ -26,22 +30,36 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     files = _locate(directory)
     with ExitStack() as stack, torch.no_grad():
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
-        for name, target in _targets(model):
-            if name not in files:
-                raise CorruptData(f"{directory} holds no tensor {name}: it is not a checkpoint of this architecture")
-            stored = opened[files[name]].get_slice(name)
-            if tuple(stored.get_shape()) != tuple(target.shape):
-                raise CorruptData(f"{name} in {files[name]} has shape {stored.get_shape()}, "
-                                  f"config.json makes it {list(target.shape)}")  # fmt: skip
+        for name, target in named_weights(model):
             local, slices = _local_part(target)
-            if local.numel():
-                local.copy_(stored[slices])
+            for piece in model.conversion.pieces(name, target.shape):
+                if piece.name not in files:
+                    raise CorruptData(
+                        f"{directory} holds no tensor {piece.name}: it is not a checkpoint of this architecture"
+                    )
+                stored = opened[files[piece.name]].get_slice(piece.name)
+                expected = piece.shape(target.shape)
+                if tuple(stored.get_shape()) != expected:
+                    raise CorruptData(f"{piece.name} in {files[piece.name]} has shape {stored.get_shape()}, "
+                                      f"config.json makes it {list(expected)}")  # fmt: skip
+                _copy(stored, piece, local, slices)
 
 
-def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds of a model: its parameters, then its persistent buffers."""
     persistent = model.state_dict(keep_vars=True).keys()
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _copy(stored: Any, piece: Piece, local: torch.Tensor, slices: tuple[slice, ...]) -> None:
+    """Read what of a piece belongs to `local`, which lies at `slices` of the native tensor."""
+    if not local.numel():
+        return
+    if piece.index is None:
+        local.copy_(stored[slices])
+    elif slices[0].start <= piece.index < slices[0].stop:
+        local[piece.index - slices[0].start].copy_(stored[slices[1:]])
 
 
 def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:

@@ -31,35 +31,45 @@ def run(role: Role) -> None:
     serving = config.mode == "rl"
     if serving:
         writer.publish(PolicyVersion(lineage, step))
-    role.log.info("%s of %.2fM parameters over %d ranks on %s, from step %d", policy.config.model_type,
-                  sum(p.numel() for p in policy.parameters()) / 1e6, world.size, world.device, step)  # fmt: skip
+    role.log.info("%s (%s) of %.2fM parameters, attention by %s, over %d ranks on %s, from step %d",
+                  policy.config.model_type, policy.impl, sum(p.numel() for p in policy.parameters()) / 1e6,
+                  policy.backend, world.size, world.device, step)  # fmt: skip
     role.rendezvous.publish("ready", step=step)
     source = _open_source(role, world, policy)
     report, batch = None, None
     while step < config.max_steps:
         watch = Stopwatch()
+        role.reach("batch.before")
         with watch("wait_for_batch"):
             received = source.receive(step + 1, report, checkpointer.newest)
         if not received.micro_batches:
             break
         batch, step = received, step + 1
+        role.reach("step.before")
         role.rendezvous.publish("training", step=step)
+        role.heart.progress(f"training step {step}")
         with watch("forward_backward"):
             result = forward_backward(policy, batch, role, world, PolicyVersion(lineage, step - 1))
+        role.reach("step.during")
         with watch("optimizer"):
-            optimized = optimizer.step(step, result.loss)
+            optimized = optimizer.step(step, result.loss) | policy.balance_experts(config.trainer.router_bias_rate)
+        role.reach("step.after")
         with watch("publish"):
             if serving:
                 writer.publish(PolicyVersion(lineage, step))
+        role.reach("update.after")
         with watch("checkpoint"):
             checkpointer.save_if_due(step, batch.journal_offset)
-        report = _report(role, step, result, optimized, watch, world)
+        report = _report(role, step, result, optimized, {**watch.seconds(), **checkpointer.costs()}, world)
         if batch.last:
             break
+    role.reach("shutdown.before")
     checkpoint = checkpointer.finish(step, batch.journal_offset) if batch else role.plan.checkpoint
+    role.reach("shutdown.during")
     writer.export()
     source.finish(step, report, checkpointer.newest)
     role.rendezvous.publish("trained", trained=True, step=step, checkpoint=str(checkpoint) if checkpoint else None)
+    role.reach("shutdown.after")
     distributed.leave()
 
 
@@ -102,13 +112,12 @@ def _report(
     step: int,
     result: BatchResult,
     optimized: dict[str, float],
-    watch: Stopwatch,
+    times: dict[str, float],
     world: distributed.World,
 ) -> StepReport | None:
     """Rank 0's account of a step, which it also logs."""
     if not world.first:
         return None
-    times = watch.seconds()
     metrics = {**result.metrics(), **optimized, **performance(result, times, world), **times}
     role.log.info(summarise(step, metrics))
     return StepReport(step=step, metrics=metrics)

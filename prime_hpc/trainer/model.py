@@ -1,21 +1,24 @@
-"""The policy: a transformers model whose forward ends in scores of tokens, sharded with FSDP2.
-
-Names of parameters are those of the Hugging Face checkpoint, whatever is wrapped around them.
-"""
+"""The policy: a model of our own or of transformers whose forward ends in scores of tokens, sharded with FSDP2."""
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.models import families
+from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, open_attention
+from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
+from prime_hpc.models.conversion import SAME, Conversion
+from prime_hpc.models.family import Family
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
@@ -34,6 +37,8 @@ class PackedRow:
     temperatures: Tensor
     scored: Tensor
     seq_lens: list[int]
+    replay: Tensor | None = None
+    """int64[layers, n, k]: experts recorded at sampling, negative where there is no record."""
 
     @classmethod
     def of(cls, micro: MicroBatch, tensors: MicroBatchTensors) -> "PackedRow":
@@ -49,14 +54,17 @@ class PackedRow:
 class PolicyModel(nn.Module):
     """Decoder and LM head as one module, so that the head's weight is whole when the forward scores tokens."""
 
-    def __init__(self, hf: PreTrainedModel, trainer: TrainerConfig):
+    impl: str
+    conversion: Conversion = SAME
+    """From the names of parameters to those of the checkpoint."""
+
+    def __init__(self, decoder: nn.Module, head: nn.Linear | None, config: PreTrainedConfig, backend: str, chunk: int):
         super().__init__()
-        self.config = hf.config
-        self.model = hf.base_model
-        self.lm_head = None if hf.config.tie_word_embeddings else hf.get_output_embeddings()
-        self._attn = hf.config._attn_implementation
-        self._dtype = getattr(torch, trainer.dtype)
-        self._chunk = trainer.head_chunk_tokens
+        self.config = config
+        self.model = decoder
+        self.lm_head = head
+        self.backend = backend
+        self._chunk = chunk
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -65,7 +73,7 @@ class PolicyModel(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, h]; the embedding where the two are tied."""
-        return self.model.get_input_embeddings().weight if self.lm_head is None else self.lm_head.weight
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Log-probability of every scored token given its document so far, and entropy of what it was drawn from.
@@ -73,33 +81,104 @@ class PolicyModel(nn.Module):
         Returns:
             Two float32[n] in nats; log(1/V) and log(V) where a token is not scored. Only the first has a gradient.
         """
-        documents = attention.row_arguments(self._attn, row.seq_lens, row.token_ids.device, self._dtype)
-        hidden = self.model(input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False,
-                            **documents).last_hidden_state[0]  # fmt: skip
+        hidden = self.hidden_states(row)
         weight, scored = self.head_weight, row.scored
         logprobs, entropy = score_tokens(hidden[scored - 1], weight, row.token_ids[scored], row.temperatures[scored],
                                          self._chunk)  # fmt: skip
         uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
         return (-uniform).index_copy(0, scored, logprobs), uniform.index_copy(0, scored, entropy)
 
-    def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+    def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """One step of sampling.
 
         Args:
             token_ids: int64[b, t], the tokens that the cache does not hold yet.
             mask: int64[b, cached + t], 0 on padding (to the left).
+            cache: what the step before returned, None at first.
 
         Returns:
             float32[b, V] logits of the next token, and the cache.
         """
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
-        self.config._attn_implementation = "sdpa" if self._attn == attention.DOCUMENTS else self._attn
+        last, cache = self.extend(token_ids, positions, mask, cache)
+        return (last @ self.head_weight.T).float(), cache
+
+    def hidden_states(self, row: PackedRow) -> Tensor:
+        """[n, h] of the last layer, normed."""
+        raise NotImplementedError
+
+    def extend(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """The last hidden state [b, h] of each sequence after its new tokens, and the cache with them."""
+        raise NotImplementedError
+
+    def balance_experts(self, rate: float) -> dict[str, float]:
+        """Settle the experts' load of a step: its metrics, after a move of the routers' biases by `rate`."""
+        return {}
+
+
+class HFPolicy(PolicyModel):
+    """A model of transformers."""
+
+    impl = "hf"
+
+    def __init__(self, hf: PreTrainedModel, backend: str, chunk: int):
+        head = None if hf.config.tie_word_embeddings else hf.get_output_embeddings()
+        super().__init__(hf.base_model, head, hf.config, backend, chunk)
+        self._implementation = hf.config._attn_implementation
+
+    def hidden_states(self, row: PackedRow) -> Tensor:
+        documents = attention.row_arguments(self._implementation, self.backend, row.seq_lens, row.token_ids.device)
+        return self.model(input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False,
+                          **documents).last_hidden_state[0]  # fmt: skip
+
+    def extend(
+        self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Cache | None]:
+        self.config._attn_implementation = SDPA if self._implementation == attention.DOCUMENTS else self._implementation
         try:
             out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=positions, use_cache=True,
                              past_key_values=DynamicCache(config=self.config) if cache is None else cache)  # fmt: skip
         finally:
-            self.config._attn_implementation = self._attn
-        return (out.last_hidden_state[:, -1] @ self.head_weight.T).float(), out.past_key_values
+            self.config._attn_implementation = self._implementation
+        return out.last_hidden_state[:, -1], out.past_key_values
+
+
+class NativePolicy(PolicyModel):
+    """A model of `prime_hpc.models`."""
+
+    impl = "native"
+
+    def __init__(self, family: Family, config: PreTrainedConfig, backend: str, chunk: int):
+        lm = family.build(config)
+        super().__init__(lm.model, lm.lm_head, config, backend, chunk)
+        self.conversion = lm.conversion
+        self._load = ExpertLoad(lm)
+
+    def hidden_states(self, row: PackedRow) -> Tensor:
+        attend = open_attention(self.backend, row.seq_lens, row.token_ids.device)
+        hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
+        self._load.add(chosen)
+        return hidden
+
+    def extend(
+        self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: CachedAttention | None
+    ) -> tuple[Tensor, CachedAttention]:
+        cache = cache or CachedAttention()
+        cache.begin(mask)
+        hidden, _ = self.model(token_ids.flatten(), positions.flatten(), cache)
+        return hidden.unflatten(0, token_ids.shape)[:, -1], cache
+
+    def balance_experts(self, rate: float) -> dict[str, float]:
+        """Sums the load over all ranks, so that the biases stay alike on them."""
+        load = self._load.take()
+        if load is None:
+            return {}
+        dist.all_reduce(load)
+        for router, layer in zip(self._load.routers, load, strict=True):
+            if router.score_correction is not None and rate:
+                even_out(router.score_correction, layer, rate)
+        violation = max_violation(load)
+        return {"moe/max_vio": violation.mean().item(), "moe/max_vio_worst": violation.max().item()}
 
 
 def build_policy(config: RunConfig, world: World) -> PolicyModel:
@@ -108,7 +187,7 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     In eval mode for good: dropout would part the trainer's log-probabilities from the sampler's.
     """
     trainer = config.trainer
-    policy = PolicyModel(_build_on_meta(config), trainer).eval()
+    policy = _build_on_meta(config, world.device).eval()
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -125,16 +204,24 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     return policy
 
 
-def _build_on_meta(config: RunConfig) -> PreTrainedModel:
-    hf_config = AutoConfig.from_pretrained(config.model.path)
-    attn = attention.choose(config.trainer.attn, hf_config)
+def _build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
+    problems = families.find_model_problems(config)
+    if problems:
+        raise ConfigurationError(problems)
+    trainer, hf_config = config.trainer, AutoConfig.from_pretrained(config.model.path)
+    dtype = getattr(torch, trainer.dtype)
+    backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
+    if families.choose_implementation(config, hf_config.to_dict()) == "native":
+        family = families.load_family(hf_config.model_type)
+        return NativePolicy(family, hf_config, backend, trainer.head_chunk_tokens)
+    attn = attention.choose_implementation(backend, hf_config)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation=attn)
     if hf.base_model_prefix != "model" or not hasattr(hf.base_model, "layers"):
         expected = "a decoder whose blocks are `model.layers`, such as Qwen3 or Llama"
         found = f"{config.model.path} ({hf_config.model_type})"
         raise ConfigurationError([ConfigProblem("model.path", found, expected)])
-    return hf
+    return HFPolicy(hf, backend, trainer.head_chunk_tokens)
 
 
 def _restore_buffers(policy: PolicyModel, device: torch.device) -> None:

@@ -27,11 +27,12 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
 
     Warm-up rises to `lr` at step `warmup_steps`. A linear decay falls over the last `decay_steps` (warm-up, stable,
     decay; Hu et al. 2024, section 4.1), a cosine over all steps after the warm-up (Loshchilov & Hutter 2017); both
-    reach `min_lr` at `max_steps`.
+    reach `min_lr` at `max_steps`. A run too short for warm-up and decay shortens the decay first.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    decay_steps = {"constant": 0, "linear": config.decay_steps, "cosine": max_steps - config.warmup_steps}
+    after_warmup = max(0, max_steps - config.warmup_steps)
+    decay_steps = {"constant": 0, "linear": min(config.decay_steps, after_warmup), "cosine": after_warmup}
     length = decay_steps[config.schedule]
     done = max(0.0, step - (max_steps - length)) / length if length else 0.0
     left = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done

@@ -8,7 +8,7 @@ from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.observe.monitor import Monitor
-from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.probe import Probe
 from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, read_messages, to_sample
@@ -43,7 +43,8 @@ class SFTSource:
         """Batch `step`, or an empty last one once the probe has reached its mark."""
         config, seed, probe = self._config.trainer, self._config.seed, self._config.trainer.sft.probe
         self._close_step(step - 1, report, due=bool(probe.every) and (step - 1) % probe.every == 0)
-        if None not in (probe.stop_at, self._exact_match) and self._exact_match >= probe.stop_at:
+        reached = None not in (probe.stop_at, self._exact_match) and self._exact_match >= probe.stop_at
+        if reached or any(gather(self._world.first and self._role.draining)):
             return self._batch(step, [], [])
         samples = [to_sample(self._rows[i], f"{epoch}.{i}", self._config.seq_len) for epoch, i in
                    batch_rows(len(self._rows), config.sft.batch_size, step, seed, config.sft.shuffle)]  # fmt: skip

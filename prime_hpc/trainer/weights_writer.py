@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.hf_weights import INDEX, SINGLE
+from prime_hpc.trainer.hf_weights import INDEX, SINGLE, named_weights
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.transport import weights
 from prime_hpc.transport.messages import PolicyVersion
@@ -38,7 +38,9 @@ class WeightsWriter:
         """Write, seal and announce `weights/vL.S`, then remove versions that nobody needs any more."""
         final = self._role.paths.weights_version(str(version))
         partial = final.with_name(f".{final.name}.partial")
+        self._role.reach("update.before")
         self._write(partial)
+        self._role.reach("update.during")
         if self._world.first:
             self._role.lease.check()
             weights.seal(partial, version, self._dtype)
@@ -63,16 +65,32 @@ class WeightsWriter:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
         dist.barrier()
-        parameters = dict(self._policy.named_parameters())
-        dtype = getattr(torch, self._dtype)
-        files = _divide({name: p.numel() * dtype.itemsize for name, p in parameters.items()})
+        tensors = dict(named_weights(self._policy))
+        files = _divide({name: t.numel() * self._published(t).itemsize for name, t in tensors.items()})
         for i, (file, names) in enumerate(files.items()):
-            _write_file(directory / file, {name: parameters[name] for name in names}, dtype,
-                        mine=i % self._world.size == self._world.rank)  # fmt: skip
+            self._write_file(directory / file, {name: tensors[name] for name in names},
+                             mine=i % self._world.size == self._world.rank)  # fmt: skip
         if self._world.first and len(files) > 1:
-            index = {"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}}
-            (directory / INDEX).write_text(json.dumps(index, indent=1))
+            weight_map = {piece.name: file for file, names in files.items() for name in names
+                          for piece in self._policy.conversion.pieces(name, tensors[name].shape)}  # fmt: skip
+            (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
         dist.barrier()
+
+    def _write_file(self, path: Path, tensors: dict[str, Tensor], *, mine: bool) -> None:
+        """Gather the tensors one by one; the rank whose file it is keeps them and writes it."""
+        kept = {}
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for hf_name, part in self._policy.conversion.to_hf(name, whole.detach()).items() if mine else ():
+                # a copy, as the file format refuses tensors that share memory
+                kept[hf_name] = part.to("cpu", self._published(tensor), copy=True).contiguous()
+        if mine:
+            save_file(kept, path, metadata={"format": "pt"})
+            path.chmod(0o644)
+
+    def _published(self, tensor: Tensor) -> torch.dtype:
+        """Buffers keep their precision: a rounded score correction would route tokens otherwise than in training."""
+        return getattr(torch, self._dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
 
     def _describe_model(self, directory: Path) -> None:
         model = self._role.config.model
@@ -90,7 +108,7 @@ class WeightsWriter:
             if name.startswith(".v"):
                 shutil.rmtree(paths.weights / name)
         versions = weights.published_versions(paths.weights)
-        acks = [read_json(paths.rendezvous / "acks" / name) for name in list_fresh(paths.rendezvous / "acks")
+        acks = [read_json(paths.acks / name) for name in list_fresh(paths.acks)
                 if name.endswith(".json") and not name.startswith(".")]  # fmt: skip
         in_use = [PolicyVersion.parse(ack["version"]) for ack in acks if ack]
         for version in versions[: -self._keep]:
@@ -99,18 +117,6 @@ class WeightsWriter:
                 condemned = path.with_name(f".{path.name}.removed")
                 path.rename(condemned)
                 shutil.rmtree(condemned)
-
-
-def _write_file(path: Path, parameters: dict[str, Tensor], dtype: torch.dtype, *, mine: bool) -> None:
-    """Gather the parameters one by one; the rank whose file it is keeps them and writes it."""
-    kept = {}
-    for name, parameter in parameters.items():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if mine:
-            kept[name] = whole.detach().to("cpu", dtype).contiguous()
-    if mine:
-        save_file(kept, path, metadata={"format": "pt"})
-        path.chmod(0o644)
 
 
 def _divide(sizes: dict[str, int]) -> dict[str, list[str]]:

@@ -20,8 +20,8 @@ from prime_hpc.errors import DeadlineExceeded
 from prime_hpc.transport import sockets
 from prime_hpc.transport.messages import BatchRequest, M, Message, RankBatch, StepReport, decode_as, encode
 
-ORCHESTRATOR = "orchestrator-0"
-REPEAT_S = 10.0
+ORCHESTRATOR, ADDRESS = "orchestrator-0", "batch_address"
+REPEAT_S = 5.0
 POLL_S = 0.05
 
 Answer = Callable[[BatchRequest], Awaitable[RankBatch]]
@@ -35,8 +35,8 @@ class BatchSource(Protocol):
         """Batch `step`, waiting for it; hands over the report of the step before."""
         ...
 
-    def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
-        """Hand over the last report after the final checkpoint."""
+    def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
+        """Hand over the last report, if there is one, after the final checkpoint."""
         ...
 
 
@@ -52,23 +52,40 @@ class ZmqSource:
     def __init__(self, role: Role, rank: int, world: int):
         self._rank, self._world = rank, world
         self._timeout_s = role.config.trainer.batch_timeout_s
-        self._name = role.process.name
-        address = role.rendezvous.wait(ORCHESTRATOR, "batch_address", role.config.cluster.start_timeout_s)
-        self._socket = sockets.dealer(zmq.Context.instance(), role.secrets, address, role.process.name)
+        self._role = role
+        self._address = role.rendezvous.wait(ORCHESTRATOR, ADDRESS, role.config.cluster.start_timeout_s)
+        self._socket = sockets.dealer(zmq.Context.instance(), role.secrets, self._address, role.process.name)
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
         request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report)
         deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            self._socket.send_multipart(encode(request))
-            until = time.monotonic() + REPEAT_S
-            while (left := until - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
-                reply = decode_as(self._socket.recv_multipart(), RankBatch)
-                if reply.step == step:  # answers to repeated questions are skipped
+        with self._role.heart.waiting(f"batch {step}", ORCHESTRATOR, self._timeout_s):
+            while time.monotonic() < deadline:
+                self._socket.send_multipart(encode(request))
+                reply = self._reply(step)
+                if reply:
                     return reply
-        raise DeadlineExceeded(self._name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
+                self._follow()
+        raise DeadlineExceeded(self._role.process.name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
 
-    def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
+    def _reply(self, step: int) -> RankBatch | None:
+        """The answer about `step`, if it comes soon; answers to repeated questions about other steps are skipped."""
+        until = time.monotonic() + REPEAT_S
+        while (left := until - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
+            reply = decode_as(self._socket.recv_multipart(), RankBatch)
+            if reply.step == step:
+                return reply
+        return None
+
+    def _follow(self) -> None:
+        """Turn to the orchestrator's new address if it was started again."""
+        record = self._role.rendezvous.read(ORCHESTRATOR) or {}
+        if record.get(ADDRESS) not in (None, self._address):
+            self._socket.disconnect(self._address)
+            self._address = record[ADDRESS]
+            self._socket.connect(self._address)
+
+    def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         self.receive(step + 1, report, checkpointed)
 
 
@@ -79,19 +96,20 @@ class FileSource:
         self._root = role.paths.batches
         self._rank, self._world = rank, world
         self._timeout_s = role.config.trainer.batch_timeout_s
-        self._name = role.process.name
+        self._role = role
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
         self._ask(step, report, checkpointed)
         directory, name = self._root / f"step_{step}", f"rank_{self._rank}.bin"
         deadline = time.monotonic() + self._timeout_s
-        while name not in list_fresh(directory):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(self._name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
-            time.sleep(POLL_S)
+        with self._role.heart.waiting(f"batch {step}", ORCHESTRATOR, self._timeout_s):
+            while name not in list_fresh(directory):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(self._role.process.name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
+                time.sleep(POLL_S)
         return _read(directory / name, RankBatch)
 
-    def finish(self, step: int, report: StepReport, checkpointed: int) -> None:
+    def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         self._ask(step + 1, report, checkpointed)
 
     def _ask(self, step: int, report: StepReport | None, checkpointed: int) -> None:

@@ -5,6 +5,7 @@ The trainer writes under a temporary name; the manifest is the last file, then t
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 
 from prime_hpc.cluster.files import list_fresh, write_atomic
 from prime_hpc.errors import ConfigProblem, ConfigurationError, CorruptData, SchemaMismatch
+from prime_hpc.plan.run_plan import Fork
 from prime_hpc.transport.weights import MANIFEST, FileEntry, digest_file
 
 CHECKPOINT_SCHEMA = 1
@@ -95,20 +97,28 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(step for step in steps if (directory / f"{PREFIX}{step}" / MANIFEST).exists())
 
 
-def find_latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint, or None. A newer lineage wins over a higher step of an abandoned one."""
+def newest_first(directory: Path, forks: Sequence[Fork] = ()) -> list[Path]:
+    """Complete checkpoints, without those that a fork of the run's history has abandoned."""
     paths = [directory / f"{PREFIX}{step}" for step in complete_steps(directory)]
-    return max(paths, key=_age, default=None)
+    ages = {path: _age(path) for path in paths}
+    alive = [path for path, (lineage, step) in ages.items()
+             if all(step <= fork.step for fork in forks if fork.lineage > lineage)]  # fmt: skip
+    return sorted(alive, key=ages.__getitem__, reverse=True)
 
 
-def resolve(directory: Path, which: str) -> Path:
+def find_latest(directory: Path, forks: Sequence[Fork] = ()) -> Path | None:
+    """The newest complete checkpoint that was not abandoned, or None."""
+    return next(iter(newest_first(directory, forks)), None)
+
+
+def resolve(directory: Path, which: str, forks: Sequence[Fork] = ()) -> Path:
     """The checkpoint that `which` names: `latest`, a step, or a path.
 
     Raises:
         ConfigurationError: there is no such complete checkpoint.
     """
     if which == "latest":
-        found = find_latest(directory)
+        found = find_latest(directory, forks)
     elif which.isdigit():
         found = directory / f"{PREFIX}{which}"
     else:

@@ -75,13 +75,28 @@ class Failure(msgspec.Struct, kw_only=True):
     message: str
 
 
+class Seat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One agent's part in an episode that several play: its reward, its lengths and how many samples are its."""
+
+    agent: str
+    reward: float
+    num_samples: int
+    num_turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both)."""
+    """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both).
+
+    `seats` are there where the policy played several, in the order of their samples.
+    """
 
     rollout_id: str
     source: str
     task_id: str
     samples: list[Sample] = []
+    seats: list[Seat] = []
     reward: float | None = None
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}

@@ -5,10 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+
+from prime_hpc.cluster.faults import VARIABLE, Fault
+from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, GroupsDropped, read
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -17,20 +22,11 @@ TINY = (
 )  # fmt: skip
 
 
-class LocalRun:
-    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
+class RunDirectory:
+    """What lies in the directory of a run."""
 
-    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str):
-        self.root = output_dir / name
-        command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
-                   f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ), text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-
-    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
-        """Exit code and output."""
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
+    def __init__(self, root: Path):
+        self.root = root
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -48,13 +44,34 @@ class LocalRun:
     def log(self, process: str, attempt: int = 1) -> str:
         return (self.root / "logs" / f"attempt_{attempt}" / f"{process}.log").read_text()
 
-    def wait_for_step(self, step: int) -> None:
-        """Return once the run has reported step `step`; fails where it ends before."""
-        for line in self.process.stdout:
-            found = re.search(r"\bstep (\d+)", line)
-            if found and int(found[1]) >= step:
-                return
-        raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def reported(self) -> list[int]:
+        """Steps in `metrics.jsonl`, as often as they are there."""
+        return [row["step"] for row in self.metrics if "loss" in row]
+
+    @property
+    def cut(self) -> list[int]:
+        """Steps whose batches were cut, by the journal."""
+        return [r.step for r, _ in read(self.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)]
+
+    def ledger(self) -> dict[str, list[str]]:
+        """Where every group that was ever opened went, by the journal: a batch, a reason for dropping it, or `open`."""
+        fates: dict[str, list[str]] = {}
+        for record, _ in read(self.root / "rollouts" / "journal.bin"):
+            match record:
+                case GroupOpened():
+                    fates[record.group_id] = []
+                case BatchCut():
+                    for group_id in record.group_ids:
+                        fates[group_id].append(f"batch {record.step}")
+                case GroupsDropped():
+                    for group_id in record.group_ids:
+                        fates[group_id].append(record.reason)
+        return fates
 
     def survivors(self) -> list[str]:
         """Command lines of processes that still work on this run."""
@@ -64,3 +81,28 @@ class LocalRun:
             if str(self.root) in line and "prime_hpc.launch" not in line:
                 mine.append(line)
         return mine
+
+
+class LocalRun(RunDirectory):
+    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
+
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
+        super().__init__(output_dir / name)
+        env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
+        command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+                   f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once the run has reported step `step`; fails where it ends before."""
+        for line in self.process.stdout:
+            found = re.search(r"\bstep (\d+)", line)
+            if found and int(found[1]) >= step:
+                return
+        raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")

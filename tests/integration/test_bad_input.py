@@ -55,7 +55,8 @@ CASES = {
             "reverse_text_sft_cpu; did you mean 'reverse_text'?",
             "launcher = 'locall': expected one of dry_run, local, slurm_hetjob, slurm_linked, slurm_single; "
             "did you mean 'local'?",
-            "loss = 'defalt': expected one of custom, default, ipo; did you mean 'default'?",
+            "loss = 'defalt': expected one of aipo, cispo, custom, dapo, default, dr_grpo, grpo, gspo, icepop, ipo, "
+            "mis, ppo, tis; did you mean 'default'?",
             "model = 'qwen': expected model.KEY=VALUE, since this group has no files",
         ],
     ),
@@ -64,7 +65,8 @@ CASES = {
         [
             "max_steps = 0: expected at least 1",
             "seq_len = 'long': expected a whole number",
-            "loss.name = 'defalt': expected one of default, ipo, custom; did you mean 'default'?",
+            "loss.name = 'defalt': expected one of default, ipo, ppo, gspo, importance, custom; did you mean "
+            "'default'?",
             "optimizer.lr = -1: expected at least 0.0",
             "orchestrator.batch_sise = 3: expected no such key; known here: batch_size, group_size, max_staleness, "
             "max_lead, max_inflight, drop_zero_advantage, max_empty_batches, transport, progress_every_s; "

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from prime_hpc.algorithms.staleness import Lineages
+from prime_hpc.config.algorithm import GRPO, RAE, DifficultyFilter, Filters
+from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, Memory, RecordedBatch, RecordedGroup
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import BatchRequest, Failure, PolicyVersion, Rollout, RolloutDone, Sample
+from prime_hpc.transport.messages import BatchRequest, Failure, PolicyVersion, Rollout, RolloutDone, Sample, Seat
 
 
 def rollout(name: str, reward: float | None, version: int = 0) -> RolloutDone:
@@ -26,14 +30,15 @@ def rollout(name: str, reward: float | None, version: int = 0) -> RolloutDone:
     return RolloutDone(worker="w", rollout=made)
 
 
-def group(name: str, rewards: list[float | None], version: int = 0) -> Group:
-    made = Group(name, "words", 0, PolicyVersion(0, version), len(rewards))
+def group(name: str, rewards: list[float | None], version: int = 0, source: str = "words") -> Group:
+    made = Group(name, source, 0, PolicyVersion(0, version), len(rewards))
     made.done = [rollout(f"{name}-{i}", reward, version) for i, reward in enumerate(rewards)]
     return made
 
 
 def make(groups: list[Group], step: int = 1, **settings: object) -> Batch:
-    config = RunConfig()
+    config = RunConfig(algorithm=settings.pop("algorithm", GRPO()))
+    config.env.train = settings.pop("sources", [])
     for key, value in settings.items():
         setattr(config.orchestrator, key, value)
     return BatchMaker(config, Lineages([])).make(step, groups)
@@ -61,6 +66,75 @@ def test_tokens_past_the_bound_leave_and_are_counted() -> None:
 
 def test_an_all_equal_batch_has_nothing_to_train() -> None:
     assert make([group("a", [1.0, 1.0]), group("b", [None, None])]).samples == []
+
+
+def test_sources_have_algorithms_of_their_own() -> None:
+    made = [group("a", [1.0, 0.0], source="words"), group("b", [1.0, 0.0], source="games"), group("c", [3.0, 1.0])]
+    batch = make(made, sources=[SourceConfig(id="words"), SourceConfig(id="games", algorithm=RAE(decay=0.5))])
+    assert [(s.sample_id, float(s.advantages.numpy()[2])) for s in batch.samples] == [
+        ("a-0/0", 0.5), ("a-1/0", -0.5), ("b-0/0", 1.0), ("b-1/0", -0.5), ("c-0/0", 1.0), ("c-1/0", -1.0),
+    ]  # fmt: skip
+
+
+def test_baselines_of_self_play_go_on_where_the_last_attempt_stopped() -> None:
+    config = RunConfig(algorithm=RAE(decay=0.5))
+    first = BatchMaker(config, Lineages([]))
+    first.make(1, [group("a", [1.0])])
+    resumed = BatchMaker(config, Lineages([]), first.state())
+    for maker in (first, resumed):
+        [sample] = maker.make(2, [group("b", [1.0])]).samples
+        assert sample.advantages.numpy()[2] == 0.5
+    assert first.state() == resumed.state() == {"words": {"": 0.75}}
+
+
+def recorded(step: int, made: Group, sample_ids: list[str], before: dict[str, dict[str, float]]) -> RecordedBatch:
+    opened = GroupOpened(group_id=made.group_id, source=made.source, draw=0, task_index=0, version=made.version)
+    cut = BatchCut(step=step, lineage=0, group_ids=[made.group_id], sample_ids=sample_ids)
+    return RecordedBatch(cut, [RecordedGroup(opened, made.done)], 7, Memory(credit=before))
+
+
+def test_batches_made_again_carry_the_same_advantages() -> None:
+    config = RunConfig(algorithm=RAE(decay=0.5))
+    config.orchestrator.group_size = 1
+    first = BatchMaker(config, Lineages([]))
+    groups = [group("a", [1.0]), group("b", [-1.0])]
+    cuts = [(first.state(), first.make(step, [made])) for step, made in enumerate(groups, 1)]
+    resumed = BatchMaker(config, Lineages([]), first.state())
+    for made, (before, batch) in zip(groups, cuts, strict=True):
+        ids = [s.sample_id for s in batch.samples]
+        again = resumed.make_again(recorded(batch.step, made, ids, before))
+        assert again.samples == batch.samples and again.journal_offset == 7
+    assert resumed.state() == first.state()
+    with pytest.raises(CorruptData, match="its samples differ"):
+        resumed.make_again(recorded(1, groups[0], ["other"], {}))
+
+
+def test_a_batch_without_samples_leaves_baselines_alone() -> None:
+    maker = BatchMaker(RunConfig(algorithm=RAE(decay=0.5)), Lineages([]), {"words": {"": 1.0}})
+    assert maker.make(1, [group("a", [1.0])]).samples == []
+    assert maker.make(20, [group("b", [5.0])]).samples == []
+    assert maker.state() == {"words": {"": 1.0}}
+
+
+def test_agents_of_one_episode_are_credited_apart() -> None:
+    made = group("a", [0.0])
+    [done] = made.done
+    done.rollout.samples *= 2
+    done.rollout.seats = [
+        Seat(agent="white", reward=1.0, num_samples=1),
+        Seat(agent="black", reward=-1.0, num_samples=1),
+    ]
+    batch = make([made], algorithm=RAE())
+    assert [float(s.advantages.numpy()[3]) for s in batch.samples] == [1.0, -1.0]
+
+
+def test_filtered_rollouts_count_in_the_baseline_and_do_not_train() -> None:
+    made = group("a", [1.0, 0.0, 0.5])
+    made.done[0].rollout.truncated = True
+    filters = Filters(truncated=True, difficulty=DifficultyFilter(max_reward=1.0))
+    batch = make([made, group("b", [1.0, 1.0])], drop_zero_advantage=False, algorithm=GRPO(filters=filters))
+    assert [(s.sample_id, float(s.advantages.numpy()[2])) for s in batch.samples] == [("a-1/0", -0.5), ("a-2/0", 0.0)]
+    assert batch.dropped == {"truncated": 2, "difficulty": 4}
 
 
 def ask(shelf: BatchShelf, step: int, *, checkpointed: int = 0, world: int = 1):

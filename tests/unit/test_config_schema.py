@@ -52,8 +52,24 @@ def test_unknown_key_names_the_nearest(raw, key, nearest):
 
 def test_wrong_choice_lists_the_choices():
     problem = only({"loss": {"name": "defualt"}})
-    assert problem == ConfigProblem("loss.name", "defualt", "one of default, ipo, custom", "default")
-    assert str(problem) == "loss.name = 'defualt': expected one of default, ipo, custom; did you mean 'default'?"
+    choices = "one of default, ipo, ppo, gspo, importance, custom"
+    assert problem == ConfigProblem("loss.name", "defualt", choices, "default")
+    assert str(problem) == f"loss.name = 'defualt': expected {choices}; did you mean 'default'?"
+
+
+def test_a_wrong_key_is_judged_by_the_chosen_variant():
+    problem = only({"loss": {"name": "ppo", "mask_low": 0.1}})
+    assert problem.key == "loss.mask_low"
+    assert problem.expected.endswith("name, clip_low, clip_high")
+    source = {"id": "m", "algorithm": {"name": "grpo", "length_penalty": {"name": "overlong", "limit": 0, "cache": 1}}}
+    problem = only({"env": {"train": [source]}})
+    assert (problem.key, problem.expected) == ("env.train.0.algorithm.length_penalty.limit", "at least 1")
+
+
+def test_a_section_without_its_variant_lists_them():
+    assert only({"algorithm": {"std": True}}) == ConfigProblem(
+        "algorithm.name", None, "one of grpo, max_rl, rloo, reinforce_pp, rae, hierarchical_grpo, custom"
+    )
 
 
 @pytest.mark.parametrize(

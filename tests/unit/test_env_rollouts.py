@@ -109,6 +109,32 @@ def test_only_seats_of_the_policy_count() -> None:
     rollout = rollout_of(make_episode(*solver, judge, frozen))
     assert rollout.reward == 0.5 and rollout.num_turns == 2
     assert [s.sample_id for s in rollout.samples] == ["r/0", "r/1"]
+    assert [(s.agent, s.reward, s.num_samples, s.num_turns) for s in rollout.seats] == [
+        ("solver", 0.0, 1, 1),
+        ("solver", 1.0, 1, 1),
+    ]
+
+
+def test_one_agent_needs_no_seats() -> None:
+    assert rollout_of(make_episode(make_trace(said(None, [1]), replied(0, [], [2])))).seats == []
+
+
+def answered(parent: int, ids: list[int], body: list[bool]) -> vf.MessageNode:
+    message = {"role": "tool", "tool_call_id": "x", "content": "c"}
+    return vf.MessageNode(parent=parent, message=message, token_ids=ids, mask=[False] * len(ids), is_content=body)
+
+
+def test_what_a_tool_answers_is_echoed_in_the_first_branch_that_holds_it() -> None:
+    trace = make_trace(said(None, [1]), replied(0, [], [2]), answered(1, [3, 4], [False, True]), replied(2, [], [5]),
+                       said(2, [6]), replied(4, [], [7]))  # fmt: skip
+    stamps = [stamp([token], ("0.0", 0, 1)) for token in (2, 5, 7)]
+    first, second = make_samples(trace, stamps, "s", 32, {"tool": 0.5})[0]
+    assert first.token_ids.numpy().tolist() == [1, 2, 3, 4, 5]
+    assert first.ce_weights.numpy().tolist() == [0, 0, 0, 0.5, 0]
+    assert second.token_ids.numpy().tolist() == [1, 2, 3, 4, 6, 7] and second.ce_weights is None
+    [cut, _] = make_samples(trace, stamps, "s", 3, {"tool": 0.5, "user": 1.0})[0] + [None]
+    assert cut.ce_weights.numpy().tolist() == [0, 0, 0]
+    assert all(sample.ce_weights is None for sample in make_samples(trace, stamps, "s", 32)[0])
 
 
 @pytest.mark.parametrize(

@@ -12,47 +12,11 @@ from prime_hpc.algorithms.losses import (
     compute_loss,
     count_tokens,
 )
-from prime_hpc.config.sections import LossConfig
+from prime_hpc.config.loss import CustomLoss, DPPOLoss, IPOLoss
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import MicroBatch, PolicyVersion
-
-LOGPROBS = [-0.10, -0.90, -2.00, -0.50, -0.05, -3.00, -1.20, -0.30, -0.70, -1.60]
-SAMPLER = [-0.20, -0.40, -2.30, -1.50, -0.06, -2.50, -0.90, -0.80, -0.70, -0.40]
-REFERENCE = [-0.30, -0.60, -1.80, -0.40, -0.10, -2.00, -1.00, -0.50, -0.20, -1.10]
-ADVANTAGES = [1.0, 1.0, -1.0, 1.0, 0.5, -0.5, -2.0, 0.0, 1.5, -1.0]
-MASK = [0, 1, 1, 1, 1, 1, 1, 1, 0, 1]
-GRADIENT = [0, -0.07594133, 0.16880735, 0.00025, -0.06312564, 0.03778317, 0.18512956, 0.000125, 0, -0.0003]
-CURRENT = PolicyVersion(0, 4).pack()
-
-
-def double(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def row(mask=MASK, seq_lens=(6, 4), **streams) -> MicroBatchTensors:
-    """The golden row, or another of the same values with other streams."""
-    n = len(mask)
-    defaults = dict(
-        token_ids=torch.arange(n),
-        position_ids=torch.arange(n),
-        mask=torch.tensor(mask, dtype=torch.bool),
-        logprobs=double(SAMPLER[:n]),
-        versions=torch.full((n,), CURRENT),
-        advantages=double(ADVANTAGES[:n]),
-        temperatures=torch.ones(n),
-        seq_lens=list(seq_lens),
-        sources=["a"] * len(seq_lens),
-    )
-    return MicroBatchTensors(**{**defaults, **streams})
-
-
-def run(tensors: MicroBatchTensors, counts: TokenCounts, config: LossConfig | None = None, logprobs=None):
-    """Loss, gradient and metrics as Python numbers."""
-    logprobs = double(LOGPROBS[: len(tensors.mask)] if logprobs is None else logprobs).requires_grad_()
-    loss, metrics = compute_loss(logprobs, None, tensors, config or LossConfig(), counts, CURRENT)
-    loss.backward()
-    return loss.item(), logprobs.grad.tolist(), {k: (s.item(), n.item()) for k, (s, n) in metrics.items()}
+from tests.loss_support import ADVANTAGES, CURRENT, GRADIENT, LOGPROBS, MASK, REFERENCE, SAMPLER, double, row, run
 
 
 def mean(pair: tuple[float, float]) -> float:
@@ -60,14 +24,14 @@ def mean(pair: tuple[float, float]) -> float:
 
 
 def test_default_loss_and_gradient_are_the_golden_ones():
-    loss, gradient, _ = run(row(), TokenCounts(8, 0, 0))
+    loss, gradient, _ = run(row(), TokenCounts(8, 0, 0, 2))
     assert loss == pytest.approx(0.2533218669, abs=1e-10)
     assert gradient == pytest.approx(GRADIENT, abs=5e-9)
 
 
 def test_cross_entropy_adds_to_the_policy_gradient():
     weights = double([0.1, 0, 0, 0, 0, 0, 0, 0, 0.1, 0])
-    loss, gradient, metrics = run(row(ce_weights=weights), TokenCounts(8, 2, 0))
+    loss, gradient, metrics = run(row(ce_weights=weights), TokenCounts(8, 2, 0, 2))
     expected = list(GRADIENT)
     expected[0] -= 0.05
     expected[8] -= 0.05
@@ -77,12 +41,12 @@ def test_cross_entropy_adds_to_the_policy_gradient():
 
 
 def test_metrics_of_each_sequence_are_the_golden_ones_and_add_up_over_rows():
-    whole = run(row(), TokenCounts(8, 0, 0))[2]
+    whole = run(row(), TokenCounts(8, 0, 0, 2))[2]
     parts = []
     for span in (slice(0, 6), slice(6, 10)):
         one = row(MASK[span], [span.stop - span.start], logprobs=double(SAMPLER[span]),
                   advantages=double(ADVANTAGES[span]))  # fmt: skip
-        parts.append(run(one, TokenCounts(8, 0, 0), logprobs=LOGPROBS[span])[2])
+        parts.append(run(one, TokenCounts(8, 0, 0, 2), logprobs=LOGPROBS[span])[2])
     for name, golden in {
         "is_masked": [0.2, 1 / 3],
         "is_masked_high": [0.2, 0],
@@ -100,17 +64,17 @@ def test_metrics_of_each_sequence_are_the_golden_ones_and_add_up_over_rows():
 def test_mismatch_counts_masked_tokens_of_the_current_version_only():
     versions = torch.full((10,), CURRENT)
     versions[[1, 2]] = PolicyVersion(0, 3).pack()
-    metrics = run(row(versions=versions), TokenCounts(8, 0, 0))[2]
+    metrics = run(row(versions=versions), TokenCounts(8, 0, 0, 2))[2]
     kept = [3, 4, 5, 6, 7, 9]
     assert metrics["mismatch/abs"] == pytest.approx((sum(abs(LOGPROBS[i] - SAMPLER[i]) for i in kept), 6))
     assert metrics["mismatch_kl"][1] == 8
 
 
 def test_ipo_drops_moves_either_way():
-    config = LossConfig(name="ipo", ipo_threshold=0.1, kl_tau=0.0)
+    config = IPOLoss(ipo_threshold=0.1, kl_tau=0.0)
     tensors = row([1, 1, 1], [3], logprobs=double([-0.5, -0.5, -0.5]), advantages=double([1.0, 1.0, 1.0]))
     moves = [-0.5 + 0.1, -0.5, -0.5 - 0.3]  # probability +0.064, 0, -0.157
-    loss, gradient, metrics = run(tensors, TokenCounts(3, 0, 0), config, logprobs=moves)
+    loss, gradient, metrics = run(tensors, TokenCounts(3, 0, 0, 2), config, logprobs=moves)
     kept = [float(np.exp(0.1)), 1.0]
     assert loss == pytest.approx(-sum(kept) / 3)
     assert gradient == pytest.approx([-kept[0] / 3, -1 / 3, 0])
@@ -120,7 +84,7 @@ def test_ipo_drops_moves_either_way():
 def test_reference_kl_by_hand():
     ones = torch.ones(10, dtype=torch.float64)
     tensors = row(rl_weights=ones * 0, ref_kl_weights=ones, ref_logprobs=double(REFERENCE))
-    loss, _, metrics = run(tensors, TokenCounts(0, 0, 10))
+    loss, _, metrics = run(tensors, TokenCounts(0, 0, 10, 2))
     log_ratio = np.array(LOGPROBS) - np.array(SAMPLER)
     dropped = np.exp(LOGPROBS) - np.exp(SAMPLER) < -0.2
     gain = np.array(REFERENCE) - np.array(LOGPROBS)
@@ -134,13 +98,13 @@ def test_reference_kl_by_hand():
 
 def test_reference_kl_needs_reference_logprobs():
     with pytest.raises(ValueError, match="no ref_logprobs"):
-        run(row(ref_kl_weights=torch.ones(10)), TokenCounts(8, 0, 10))
+        run(row(ref_kl_weights=torch.ones(10)), TokenCounts(8, 0, 10, 2))
 
 
 @pytest.mark.parametrize(("weights", "count", "expected"), [([1.0, 0, 1.0], 2, 0.15), ([0.1, 0, 0.1], 1, 0.03)])
 def test_cross_entropy_alone(weights, count, expected):
     tensors = row([1, 0, 1], [3], rl_weights=torch.zeros(3), ce_weights=double(weights))
-    loss, gradient, metrics = run(tensors, TokenCounts(0, count, 0), logprobs=[-0.1, -0.5, -0.2])
+    loss, gradient, metrics = run(tensors, TokenCounts(0, count, 0, 2), logprobs=[-0.1, -0.5, -0.2])
     assert loss == pytest.approx(expected, abs=1e-15)
     assert gradient == pytest.approx([-w / count for w in weights])
     assert metrics["nll"] == pytest.approx((0.3, 2))
@@ -148,19 +112,19 @@ def test_cross_entropy_alone(weights, count, expected):
 
 
 def test_absent_rl_weights_are_ones():
-    assert run(row(), TokenCounts(8, 0, 0)) == run(row(rl_weights=torch.ones(10)), TokenCounts(8, 0, 0))
+    assert run(row(), TokenCounts(8, 0, 0, 2)) == run(row(rl_weights=torch.ones(10)), TokenCounts(8, 0, 0, 2))
 
 
 def test_zero_rl_weight_leaves_the_loss_and_the_members():
     weights = torch.ones(10)
     weights[5:] = 0
-    _, gradient, metrics = run(row(rl_weights=weights), TokenCounts(4, 0, 0))
+    _, gradient, metrics = run(row(rl_weights=weights), TokenCounts(4, 0, 0, 2))
     assert gradient[5:] == [0] * 5
     assert metrics["is_masked"] == (1, 4)
 
 
 def test_without_members_the_loss_is_zero_and_backward_still_runs():
-    loss, gradient, metrics = run(row([0] * 10), TokenCounts(0, 0, 0))
+    loss, gradient, metrics = run(row([0] * 10), TokenCounts(0, 0, 0, 2))
     assert loss == 0
     assert gradient == [0] * 10
     assert {count for _, count in metrics.values()} == {0}
@@ -169,18 +133,18 @@ def test_without_members_the_loss_is_zero_and_backward_still_runs():
 def test_tokens_outside_the_mask_cannot_poison_the_gradient():
     logprobs, sampler = list(LOGPROBS), list(SAMPLER)
     logprobs[0], sampler[8] = float("-inf"), float("-inf")
-    _, gradient, _ = run(row(logprobs=double(sampler)), TokenCounts(8, 0, 0), logprobs=logprobs)
+    _, gradient, _ = run(row(logprobs=double(sampler)), TokenCounts(8, 0, 0, 2), logprobs=logprobs)
     assert gradient == pytest.approx(GRADIENT, abs=5e-9)
 
 
 def test_metric_names_do_not_depend_on_the_data():
     weights = dict(ce_weights=torch.ones(10), ref_kl_weights=torch.ones(10), ref_logprobs=double(REFERENCE))
-    assert run(row(), TokenCounts(8, 0, 0))[2].keys() == run(row(**weights), TokenCounts(8, 10, 10))[2].keys()
+    assert run(row(), TokenCounts(8, 0, 0, 2))[2].keys() == run(row(**weights), TokenCounts(8, 10, 10, 2))[2].keys()
 
 
 def test_entropy_is_averaged_over_the_mask():
     entropy = torch.arange(10.0)
-    _, metrics = compute_loss(double(LOGPROBS), entropy, row(), LossConfig(), TokenCounts(8, 0, 0), CURRENT)
+    _, metrics = compute_loss(double(LOGPROBS), entropy, row(), DPPOLoss(), TokenCounts(8, 0, 0, 2), CURRENT)
     assert [v.item() for v in metrics["entropy"]] == [1 + 2 + 3 + 4 + 5 + 6 + 7 + 9, 8]
 
 
@@ -191,18 +155,18 @@ def sequence_mean_loss(inputs: LossInputs, scale: float) -> LossOutputs:
 
 
 def test_custom_loss_sees_every_sequence():
-    config = LossConfig(name="custom", import_path=f"{__name__}.sequence_mean_loss", kwargs={"scale": 2.0})
-    loss, gradient, metrics = run(row(), TokenCounts(8, 0, 0), config)
+    config = CustomLoss(import_path=f"{__name__}.sequence_mean_loss", kwargs={"scale": 2.0})
+    loss, gradient, metrics = run(row(), TokenCounts(8, 0, 0, 2), config)
     expected = [-2 * a * m / 8 for a, m in zip(ADVANTAGES, MASK, strict=True)]
     assert gradient == pytest.approx(expected)
     assert loss == pytest.approx(sum(g * x for g, x in zip(expected, LOGPROBS, strict=True)))
     assert metrics["tokens"] == (8, 2)
 
 
-@pytest.mark.parametrize("path", [None, "loss", "no.such.module", f"{__name__}.no_such_loss"])
+@pytest.mark.parametrize("path", ["loss", "no.such.module", f"{__name__}.no_such_loss"])
 def test_custom_loss_that_cannot_be_imported_is_a_configuration_error(path):
     with pytest.raises(ConfigurationError, match="loss.import_path"):
-        run(row(), TokenCounts(8, 0, 0), LossConfig(name="custom", import_path=path))
+        run(row(), TokenCounts(8, 0, 0, 2), CustomLoss(import_path=path))
 
 
 def micro_batch() -> MicroBatch:
@@ -234,10 +198,10 @@ def test_tensors_of_a_micro_batch():
 
 
 def test_counts_add_over_micro_batches_and_survive_a_tensor():
-    plain = TokenCounts(2, 0, 0)
+    plain = TokenCounts(2, 0, 0, 2)
     micro = micro_batch()
     counts = count_tokens([micro, micro])
-    assert counts == TokenCounts(2, 2, 0)
+    assert counts == TokenCounts(2, 2, 0, 2)
     micro.rl_weights = micro.ce_weights = None
     assert count_tokens([micro]) == plain
-    assert TokenCounts.from_tensor(counts.tensor() + plain.tensor()) == TokenCounts(4, 2, 0)
+    assert TokenCounts.from_tensor(counts.tensor() + plain.tensor()) == TokenCounts(4, 2, 0, 4)

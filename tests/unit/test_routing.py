@@ -1,9 +1,9 @@
-"""Routing of sampled tokens to a loss component."""
+"""Routing of tokens to loss components: sampled ones, a teacher's, and what the environment said."""
 
 import msgspec
 import pytest
 
-from prime_hpc.algorithms.routing import route
+from prime_hpc.algorithms.routing import Span, distil, echo_weights, route
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import Sample
 
@@ -51,3 +51,34 @@ def test_rl_changes_nothing():
 def test_unknown_component_is_refused():
     with pytest.raises(ValueError, match="expected rl, ce or ref_kl"):
         route(sample(), "kl")
+
+
+def test_distillation_takes_the_teachers_logprobs():
+    before = sample()
+    made = distil(before, [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
+    assert weights(made) == [[0] * 6, None, MASK]
+    assert made.ref_logprobs.numpy().tolist() == [-1, -2, -3, -4, -5, -6]
+    with pytest.raises(ValueError, match="align"):
+        distil(before, [-1.0])
+
+
+def spans(role: str, body: list[bool] | None = None) -> list[Span]:
+    """Two tokens each: a question, a reply, what the environment says to it, a second reply."""
+    return [Span("user", 2), Span("assistant", 2, sampled=True), Span(role, 2, body=body),
+            Span("assistant", 2, sampled=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("conversation", "alphas", "expected"),
+    [
+        (spans("tool"), {"tool": 0.5}, [0, 0, 0, 0, 0.5, 0.5, 0, 0]),
+        (spans("user"), {"user": 0.25}, [0, 0, 0, 0, 0.25, 0.25, 0, 0]),
+        (spans("user"), {"tool": 0.5}, None),
+        (spans("tool", body=[False, True]), {"tool": 0.5}, [0, 0, 0, 0, 0, 0.5, 0, 0]),
+        (spans("tool")[:2], {"tool": 0.5, "user": 0.5, "assistant": 0.5}, None),
+        ([], {"tool": 0.5}, None),
+    ],
+)
+def test_echo_weighs_what_the_environment_said_after_a_reply(conversation, alphas, expected):
+    found = echo_weights(conversation, alphas)
+    assert (None if found is None else found.tolist()) == expected

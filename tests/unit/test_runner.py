@@ -31,13 +31,27 @@ class Pool:
         return RolloutDone(worker="w", rollout=rollout)
 
 
+class Engines:
+    """A fleet that remembers whom it was told to suspect."""
+
+    def __init__(self, engines: list[Engine]):
+        self.engines = engines
+        self.suspects: list[str] = []
+
+    async def pick(self) -> Engine:
+        return min(self.engines, key=lambda e: e.load)
+
+    def suspect(self, engine: Engine) -> None:
+        self.suspects.append(engine.name)
+
+
 def make(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, list[Engine]]:
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0)
     config = RunConfig()
     config.env.train = [SourceConfig(id="words")]
     engines = [Engine("inference-0", "http://a", load=1), Engine("inference-1", "http://b")]
-    fleet = SimpleNamespace(pick=lambda: min(engines, key=lambda e: e.load))
-    return Runner(SimpleNamespace(config=config, log=logging.getLogger("test")), pool, fleet), engines
+    role = SimpleNamespace(config=config, log=logging.getLogger("test"), reach=lambda point: None)
+    return Runner(role, pool, Engines(engines)), engines
 
 
 def run(runner: Runner, rollout_id: str = "g-0") -> RolloutDone:
@@ -53,6 +67,7 @@ def test_what_is_nobody_s_fault_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     assert {r.base_url for r in pool.requests} == {"http://b"}, "the engine with less load"
     assert pool.requests[0].task_index == 5 and pool.requests[0].version == PolicyVersion(0, 3)
     assert [e.load for e in engines] == [1, 0] and runner.retries == 2
+    assert runner._fleet.suspects == ["inference-1"], "the worker's own failure is not the engine's"
 
 
 def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.orchestrator.journal import Journal
 from prime_hpc.orchestrator.scheduler import Scheduler
-from prime_hpc.orchestrator.tasks import Mixture, TaskOrder
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
 
 GROUP = 4
@@ -65,9 +65,10 @@ def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = Non
     for key, value in settings.items():
         setattr(config.orchestrator, key, value)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
-    journal = journal or Journal(tmp_path / "journal.bin")
-    order = TaskOrder(SourceConfig(id="words"), 100, 0, journal.state.draws.get("words", 0))
-    return Scheduler(role, gate, Mixture({"words": 1.0}, {"words": order}), clock, journal)
+    journal = journal or Journal.start(tmp_path / "journal.bin")
+    stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
+    stream.restore(journal.state)
+    return Scheduler(role, gate, stream, clock, journal)
 
 
 async def started(scheduler: Scheduler) -> asyncio.Task:
@@ -139,7 +140,7 @@ def test_hopeless_groups_are_cancelled_running_or_ready(tmp_path: Path) -> None:
         await settle()
         assert (len(scheduler.ready), len(scheduler.open)) == (1, 2)
         clock.served = PolicyVersion(0, 5)
-        assert scheduler.cancel_where(lambda group: group.version.step < 5) == 3 * GROUP
+        assert scheduler.cancel_where(lambda group: group.version.step < 5, "stale") == 3 * GROUP
         await scheduler.notify()
         await settle()
         assert {g.version.step for g in scheduler.open.values()} == {5}
@@ -163,7 +164,7 @@ def test_restored_groups_run_what_is_missing_under_the_same_task(tmp_path: Path)
         offset = journal.offset
         await stopped(scheduler, task)
 
-        journal = Journal(tmp_path / "journal.bin", upto=offset)
+        journal = Journal.reopen(tmp_path / "journal.bin", 0, offset, rewind=True)
         gate, again = Gate(), None
         again = make(tmp_path, gate, clock, journal)
         again.restore(journal.state)

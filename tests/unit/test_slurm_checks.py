@@ -68,8 +68,8 @@ CASES = {
     "handed on": (["cluster.components.orchestrator.memory=8G", f"{INFERENCE}.memory='0'"], [
         f"{TRAINER}.memory = None: expected a value, since Slurm would hand on that of orchestrator"]),
     "spare": ([f"{INFERENCE}.spare_nodes=1"], [
-        "cluster.components.orchestrator.spare_nodes = 0: expected at least 1: without, Slurm ends the job when any "
-        "node fails"]),
+        f"{key}.spare_nodes = 0: expected at least 1: Slurm keeps a job only if each group could lose a node"
+        for key in (ORCHESTRATOR, TRAINER)]),
     "nodes of two kinds": (["launcher.name=slurm_single", f"{INFERENCE}.gpus_per_node=4"], [
         f"{INFERENCE}.gpus_per_node = 4: expected 8 as for the trainer: slurm_single has nodes of one kind"]),
 }  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_mistake_is_named_with_what_was_expected(case: str) -> None:
     "arguments",
     [
         [],
-        [f"{ORCHESTRATOR}.spare_nodes=1", f"{INFERENCE}.spare_nodes=1"],
+        [f"{ORCHESTRATOR}.spare_nodes=1", f"{INFERENCE}.spare_nodes=1", "trainer.ranks=16"],
         ["launcher.name=slurm_linked", f"{ORCHESTRATOR}.memory=8G", f"{TRAINER}.memory=1G"],
         ["launcher.name=slurm_single", "inference.replicas=8", "trainer.share_gpu=true"],
         ["launcher.name=dry_run", "launcher.target=slurm_hetjob", "inference.gpus_per_replica=32"],

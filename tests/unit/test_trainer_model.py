@@ -50,9 +50,9 @@ def save_model(name: str, path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def load_policy(path: Path, world: World, **trainer: object) -> PolicyModel:
+def load_policy(path: Path, world: World, impl: str = "auto", **trainer: object) -> PolicyModel:
     config = RunConfig()
-    config.model.path = str(path)
+    config.model.path, config.model.impl = str(path), impl
     config.trainer.head_chunk_tokens = 7
     for key, value in trainer.items():
         setattr(config.trainer, key, value)
@@ -80,11 +80,11 @@ def reference_scores(hf: PreTrainedModel, row: PackedRow) -> tuple[torch.Tensor,
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize(("impl", "attn"), [("native", "auto"), ("hf", "sdpa"), ("hf", "eager")])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_and_gradients_of_a_packed_row_equal_those_of_separate_documents(name, attn, tmp_path, world):
+def test_scores_and_gradients_of_a_packed_row_equal_those_of_separate_documents(name, impl, attn, tmp_path, world):
     hf = save_model(name, tmp_path)
-    policy, row = load_policy(tmp_path, world, attn=attn), make_row(SEQ_LENS, temperature=0.7)
+    policy, row = load_policy(tmp_path, world, impl, attn=attn), make_row(SEQ_LENS, temperature=0.7)
     expected_logprobs, expected_entropy = reference_scores(hf, row)
     logprobs, entropy = policy(row)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
@@ -98,11 +98,22 @@ def test_scores_and_gradients_of_a_packed_row_equal_those_of_separate_documents(
         torch.testing.assert_close(tensor.grad.full_tensor(), expected[parameter], rtol=1e-5, atol=1e-5)
 
 
-def test_recomputed_blocks_give_the_same_gradients(tmp_path, world):
+def test_sliding_windows_run_on_transformers(tmp_path, world):
+    torch.manual_seed(1)
+    config = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    hf = Qwen3ForCausalLM(config).eval()
+    hf.save_pretrained(tmp_path)
+    policy, row = load_policy(tmp_path, world), make_row(SEQ_LENS, temperature=1.0)
+    assert (policy.impl, policy.backend) == ("hf", "sdpa")
+    torch.testing.assert_close(policy(row)[0], reference_scores(hf, row)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_recomputed_blocks_give_the_same_gradients(impl, tmp_path, world):
     save_model("qwen3", tmp_path)
     row, gradients = make_row(SEQ_LENS, temperature=1.0), []
     for value in (False, True):
-        policy = load_policy(tmp_path, world, activation_checkpointing=value)
+        policy = load_policy(tmp_path, world, impl, activation_checkpointing=value)
         policy(row)[0].square().sum().backward()
         gradients.append({n: p.grad.full_tensor() for n, p in policy.named_parameters()})
     for name, gradient in gradients[0].items():
@@ -120,9 +131,11 @@ def test_a_row_without_scored_tokens_has_zero_gradients(tmp_path, world):
     assert all(p.grad.full_tensor().abs().max() == 0 for p in policy.parameters())
 
 
-def test_greedy_replies_of_a_padded_batch_equal_those_of_transformers(tmp_path, world):
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_greedy_replies_of_a_padded_batch_equal_those_of_transformers(impl, tmp_path, world):
     hf = save_model("qwen3", tmp_path)
-    policy = load_policy(tmp_path, world)
+    policy = load_policy(tmp_path, world, impl)
+    assert policy.impl == impl
     prompts = [np.array([3, 9, 4]), np.array([7, 1, 30, 22, 5, 11])]
     replies = sample_replies(policy, prompts, 6, 0.0, end_token=47, generator=torch.Generator())
     for prompt, reply in zip(prompts, replies, strict=True):

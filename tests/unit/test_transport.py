@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from prime_hpc.cluster import secrets
+from prime_hpc.cluster.beats import Heart
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.rendezvous import Rendezvous
 from prime_hpc.config.run import RunConfig
@@ -27,7 +28,7 @@ def make_role(run_dir: Path, name: str, transport: str, timeout_s: float = 20.0)
     return SimpleNamespace(
         config=config, paths=paths, secrets=secrets.load(run_dir), rendezvous=Rendezvous(paths.rendezvous, name, 1),
         process=SimpleNamespace(name=name), bind_host="127.0.0.1", advertised_host="127.0.0.1",
-        log=logging.getLogger(name),
+        log=logging.getLogger(name), heart=Heart(paths.rendezvous, name, 1, 0, 1.0),
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""The batch script's process: starts one step for each restart unit of its job and ends when the run has ended.
+"""The batch script's process: the supervisor of the steps of its job.
 
     python -m prime_hpc.launchers.slurm.batch PLAN.json [--job NAME]
 
-The first unit that fails stops the others. The main job's process alone holds the lease and the run's secrets.
+A job that Slurm starts again, and a successor, go on with the run as a new attempt. The main job's process alone holds
+the lease and the run's secrets; it drains the run before the time limit, and has it go on after that.
 """
 
 import argparse
@@ -13,46 +14,100 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+from rich.console import Console
 
 from prime_hpc.cluster import secrets
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.lease import FILE as LEASE_FILE
 from prime_hpc.cluster.lease import LeaseKeeper
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import COMPLETE_MARK
+from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import DeadlineExceeded, InfrastructureFailure
+from prime_hpc.errors import DeadlineExceeded, PrimeHPCError
+from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.slurm.allocation import MAIN, Job, jobs
-from prime_hpc.launchers.slurm.steps import step_command, step_environment
+from prime_hpc.launchers.slurm.deadline import Deadline
+from prime_hpc.launchers.slurm.executor import submit
+from prime_hpc.launchers.slurm.starter import StepStarter
+from prime_hpc.launchers.supervisor import Supervisor
+from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
+from prime_hpc.launchers.view import PlainView, View
 from prime_hpc.plan.run_plan import RunPlan, load
 
 POLL_S = 0.5
-LEAVE_S = 30.0
-EXIT_INTERRUPTED = 130
 
-Steps = dict[str, subprocess.Popen]
+
+class Alarm:
+    """Why the run should leave the job: a signal that Slurm has sent, or the time limit."""
+
+    def __init__(self, deadline: Deadline):
+        self._deadline = deadline
+        self._told: str | None = None
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def __call__(self) -> str | None:
+        return self._told or self._deadline.reached()
+
+    def _note(self, number: int, _: object) -> None:
+        self._told = f"Slurm sent {signal.Signals(number).name}"
 
 
 def run_job(plan: RunPlan, job: Job) -> int:
     """Run every unit of `job` in the allocation around this process. Returns an exit code."""
-    config, paths = plan.typed_config(), RunPaths(Path(plan.run_dir))
-    _refuse_requeued(paths)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _interrupt)
-    with _lease(plan, config, paths) if job.name == MAIN else _lease_of_another(plan, config, paths):
-        steps: Steps = {}
+    config, paths, job_id = plan.typed_config(), RunPaths(Path(plan.run_dir)), os.environ["SLURM_JOB_ID"]
+    view, deadline = PlainView(Console(width=200)), Deadline(paths, job_id)
+    if too_short := deadline.too_short():
+        view.say(too_short)
+        return 1
+    main = job.name == MAIN
+    with _lease(plan, config, paths) if main else _lease_of_another(plan, config, paths):
+        supervisor = Supervisor(plan, config, paths, StepStarter(plan), view, units=job.units(plan), leads=main,
+                                alarm=Alarm(deadline))  # fmt: skip
+        interrupted = None
         try:
-            for unit in job.units(plan):
-                steps[unit.name] = subprocess.Popen(step_command(plan, unit), env=step_environment(os.environ))
-            failed = _watch(steps, paths)
+            ending = supervisor.run()
         except KeyboardInterrupt:
-            _say("told to stop")
+            interrupted = "interrupted"
             return EXIT_INTERRUPTED
         finally:
-            _stop(steps, config.launcher.stop_grace_s)
-    _say(f"{failed} failed first" if failed else "complete")
-    return 1 if failed else 0
+            supervisor.stop(interrupted)
+    code = verdict(ending, paths, view)
+    if main and ending.goes_on:
+        _go_on(plan, config, job_id, view)
+    return code
+
+
+def next_attempt(plan: RunPlan) -> RunPlan | None:
+    """The plan to run: `plan` itself the first time, a new attempt where it was run before, None for a finished run.
+
+    Raises:
+        ConfigurationError, CorruptData: the run cannot go on from its newest checkpoint.
+    """
+    paths = RunPaths(Path(plan.run_dir))
+    marks = list_fresh(paths.rendezvous)
+    if LEASE_FILE not in marks or (read_json(paths.rendezvous / LEASE_FILE) or {})["attempt"] < plan.attempt:
+        return plan
+    if COMPLETE_MARK in marks and DRAIN_MARK not in marks:
+        return None
+    config = plan.typed_config()
+    config = replace(config, resume="auto", run=replace(config.run, name=plan.name, output_dir=str(paths.root.parent)))
+    start = RunStart.resolve(config, experiment=None, origins=[])
+    start.write(config_too=False)
+    return start.plan
+
+
+def _go_on(plan: RunPlan, config: RunConfig, job_id: str, view: View) -> None:
+    """Have Slurm run this job again, or submit a successor that starts once this job has ended."""
+    if config.cluster.requeue:
+        view.say("going on in this job, which Slurm starts again")
+        subprocess.run(["scontrol", "requeue", job_id], check=True)
+        time.sleep(config.cluster.lease_s)  # Slurm ends this process
+    else:
+        view.say(f"going on in {submit(plan, after=job_id).job_ids[0]}")
 
 
 @contextmanager
@@ -79,60 +134,19 @@ def _lease_of_another(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iter
     yield
 
 
-def _refuse_requeued(paths: RunPaths) -> None:
-    """A plan is for one attempt: what it left behind would mix with what it does again."""
-    if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-        raise InfrastructureFailure(f"Slurm has started this job again; go on with {paths.root.name} as a new attempt: "
-                                    f"launch it with run.name={paths.root.name} resume=latest")  # fmt: skip
-
-
-def _watch(steps: Steps, paths: RunPaths) -> str | None:
-    """Returns the unit that failed first, or None once the run is complete and every step has ended."""
-    complete_since = None
-    while True:
-        codes = {name: step.poll() for name, step in steps.items()}
-        if complete_since is None and COMPLETE_MARK in list_fresh(paths.rendezvous):
-            complete_since = time.monotonic()
-        failed = next((name for name, code in codes.items() if code), None)
-        if failed and complete_since is None:
-            return failed
-        if None not in codes.values():
-            return None if complete_since else next(iter(codes))
-        if complete_since and time.monotonic() - complete_since > LEAVE_S:
-            return None
-        time.sleep(POLL_S)
-
-
-def _stop(steps: Steps, grace_s: float) -> None:
-    """SIGTERM to the tasks of all steps, and after `grace_s` seconds an end to them."""
-    if any(step.poll() is None for step in steps.values()):
-        subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]])
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(step.poll() is None for step in steps.values()):
-        time.sleep(POLL_S)
-    for step in steps.values():
-        step.terminate()
-    for step in steps.values():
-        step.wait()
-
-
-def _say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plan", type=Path)
     parser.add_argument("--job", default=MAIN)
     arguments = parser.parse_args()
-    plan = load(arguments.plan)
     try:
+        plan: RunPlan | None = load(arguments.plan)
+        if arguments.job == MAIN:
+            plan = next_attempt(plan)
+        if plan is None:
+            sys.exit(f"{arguments.plan.parent} is complete")
         sys.exit(run_job(plan, next(job for job in jobs(plan) if job.name == arguments.job)))
-    except InfrastructureFailure as error:
+    except PrimeHPCError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 

@@ -41,8 +41,10 @@ class JobExecutor(SlurmExecutor):
         return [submitted]
 
 
-def submit(plan: RunPlan) -> RunJob:
+def submit(plan: RunPlan, after: str | None = None) -> RunJob:
     """Write the batch scripts of a plan and submit them, those of linked jobs to start no sooner than the main one.
+
+    The main job of a successor starts once the job `after` has ended.
 
     Raises:
         InfrastructureFailure: there is no Slurm here, or it refuses a job; jobs submitted before are cancelled.
@@ -56,7 +58,7 @@ def submit(plan: RunPlan) -> RunJob:
     ids: list[str] = []
     for job in jobs(plan):
         try:
-            executor = JobExecutor(plan, job, dependency=f"after:{ids[0]}" if ids else None)
+            executor = JobExecutor(plan, job, dependency=f"after:{ids[0]}" if ids else after and f"afterany:{after}")
             ids.append(executor.submit(RoleTask(paths.plan)).job_id)
         except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
             for submitted in ids:

@@ -35,7 +35,7 @@ def render_header(name: str, job: Job, cluster: ClusterConfig, output: str) -> l
     """The #SBATCH lines of a job, block by block.
 
     Every block has a job name of its own: with a common one `--dependency=singleton` makes them wait for each other.
-    `--no-kill` counts for a heterogeneous job only if its first block has it too, and a second node.
+    `--no-kill` counts for a heterogeneous job only if every block has it, and two nodes or more.
     """
     lines: list[str] = []
     prefix = name if job.name == MAIN else f"{name}.{job.name}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.cluster.role import UNIT_VARIABLE
 from prime_hpc.config.cluster import component
 from prime_hpc.launchers.slurm.allocation import Block, job_of
 from prime_hpc.launchers.slurm.containers import mounts, srun_options, wrap
@@ -11,10 +12,6 @@ from prime_hpc.plan.build import interpreter
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.units import Unit
 
-UNIT_VARIABLE = "PRIME_HPC_UNIT"
-"""Tells a task which unit it belongs to; SLURM_PROCID then says which of its processes it is."""
-RESTART_VARIABLE = "PRIME_HPC_RESTART"
-"""Set by the supervisor in srun's environment: how often the unit was restarted in this attempt."""
 LEAKS = frozenset(
     "CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK SLURM_JOB_GPUS SLURM_STEP_GPUS "
     "SLURM_GPUS_ON_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NNODES "

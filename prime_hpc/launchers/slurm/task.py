@@ -3,23 +3,26 @@
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from submitit.slurm.slurm import SlurmJobEnvironment
 
-from prime_hpc.cluster.files import read_json
+from prime_hpc.cluster import control
+from prime_hpc.cluster.files import read_json, write_json
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.cluster.rendezvous import STEP_VARIABLE
+from prime_hpc.cluster.role import RESTART_VARIABLE, UNIT_VARIABLE, is_stopping
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.children import Child, spawn
-from prime_hpc.launchers.slurm.steps import RESTART_VARIABLE, UNIT_VARIABLE
+from prime_hpc.launchers.slurm.allocation import job_of
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
-from prime_hpc.plan.units import units
+from prime_hpc.plan.units import Unit, units
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGINT, signal.SIGUSR2, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
@@ -35,21 +38,30 @@ class RoleTask:
             InfrastructureFailure: it failed; the text has its own error and where its log lies.
         """
         plan = load(self.plan_path)
-        process = find_process(plan, os.environ)
+        paths, restart = RunPaths(Path(plan.run_dir)), int(os.environ.get(RESTART_VARIABLE, "0"))
+        unit, process = find_process(plan, os.environ)
         SlurmJobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # of this task before its unit was restarted
-        child = spawn(process, plan.group(process).gpus)
-        _forward_signals(child)
+        os.environ[STEP_VARIABLE] = step_id(plan, unit, os.environ)
+        child = spawn(process, plan.group(process).gpus, restart, dies_with_parent=True)
+        _forward_signals(child, unit, paths)
         code = child.process.wait()
+        write_json(paths.exits / f"{process.name}.json", {"exit_code": code, "time": time.time()})
         if code:
             raise InfrastructureFailure(_describe(plan, process, code))
-        return {"process": process.name, "host": socket.gethostname(), "log": process.log}
+        return {"process": process.name, "host": socket.gethostname(), "log": str(child.log)}
 
 
-def find_process(plan: RunPlan, environment: Mapping[str, str]) -> ProcessPlan:
-    """The process of this task, its log being that of the unit's current restart."""
+def find_process(plan: RunPlan, environment: Mapping[str, str]) -> tuple[Unit, ProcessPlan]:
+    """The unit and the process of this task."""
     unit = next(unit for unit in units(plan) if unit.name == environment[UNIT_VARIABLE])
-    process = unit.processes[int(environment["SLURM_PROCID"])]
-    return msgspec.structs.replace(process, log=log_file(process, int(environment.get(RESTART_VARIABLE, 0))))
+    return unit, unit.processes[int(environment["SLURM_PROCID"])]
+
+
+def step_id(plan: RunPlan, unit: Unit, environment: Mapping[str, str]) -> str:
+    """This step as scancel finds it: the id of the component, which Slurm gives no task as its own, and of the step."""
+    number = job_of(plan, unit).block_number(unit.group)
+    component = environment.get(f"SLURM_JOB_ID_HET_GROUP_{number}", environment["SLURM_JOB_ID"])
+    return f"{component}.{environment['SLURM_STEP_ID']}"
 
 
 def log_file(process: ProcessPlan, restart: int) -> str:
@@ -58,8 +70,21 @@ def log_file(process: ProcessPlan, restart: int) -> str:
     return str(path.with_name(f"{path.stem}.restart_{restart}{path.suffix}")) if restart else process.log
 
 
-def _forward_signals(child: Child) -> None:
-    """In place of submitit's own handlers, which would requeue the job from inside a task."""
+def _forward_signals(child: Child, unit: Unit, paths: RunPaths) -> None:
+    """In place of submitit's own handlers, which would requeue the job from inside a task.
+
+    A SIGTERM that Slurm sends to the job (preemption, the time limit) becomes a request to drain, which leaves time to
+    save. One that it sends since another task of the step has failed does not.
+    """
+
+    def end(number: int, _: object) -> None:
+        failed = any((read_json(paths.exits / f"{p.name}.json") or {}).get("exit_code") for p in unit.processes)
+        if failed or is_stopping(paths, unit.name):
+            child.process.send_signal(number)
+        else:
+            control.ask(paths.control, "drain", "Slurm is about to end the job", by=child.name, goes_on=True)
+
+    signal.signal(signal.SIGTERM, end)
     for number in FORWARDED:
         signal.signal(number, lambda received, _: child.process.send_signal(received))
 

@@ -1,0 +1,94 @@
+"""Show how far a run is and what its components do.
+
+    python -m prime_hpc.status RUN [--watch] [--json]
+
+Exit code 0, or 2 where there is no such run.
+"""
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from prime_hpc.commands import cli
+from prime_hpc.observe.run_facts import read_run
+from prime_hpc.observe.status import ProcessStatus, RunStatus, WaitStatus, take_status
+
+PERIOD_S = 2.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code of the command."""
+    parser = cli.parser(__doc__)
+    parser.add_argument("--watch", action="store_true", help="show it anew every two seconds while the run works")
+    parser.add_argument("--json", action="store_true", help="every process, as JSON")
+    args = parser.parse_args(arguments)
+
+    def show() -> int:
+        if args.watch:
+            return watch(args.run)
+        status = take_status(read_run(args.run))
+        if args.json:
+            print(msgspec.json.format(msgspec.json.encode(status)).decode())
+        else:
+            Console().print(render(status))
+        return 0
+
+    return cli.run(show)
+
+
+def watch(run_dir: Path) -> int:
+    """Show the status until the run has ended."""
+    with Live(refresh_per_second=2) as screen:
+        while True:
+            status = take_status(read_run(run_dir))
+            screen.update(render(status))
+            if status.phase not in ("starting", "running"):
+                return 0
+            time.sleep(PERIOD_S)
+
+
+def render(status: RunStatus) -> RenderableType:
+    """A line about the run, and a row a component."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("component", "processes", "state", "restarts", "longest wait"):
+        table.add_column(column, overflow="fold")
+    for component in dict.fromkeys(p.component for p in status.processes):
+        table.add_row(component, *_row([p for p in status.processes if p.component == component]))
+    return Group(_headline(status), "", table)
+
+
+def _headline(status: RunStatus) -> str:
+    numbers = {
+        "reward": _number(status.reward),
+        "trained tokens/s": _number(status.trained_tokens_per_s),
+        "sampled tokens/s": _number(status.sampled_tokens_per_s),
+        "last progress": status.progress_age_s is not None and f"{status.progress_age_s:.0f} s ago",
+    }
+    head = f"{status.run}, attempt {status.attempt}: {status.phase}, step {status.step} of {status.max_steps}"
+    return " | ".join([head, *(f"{name} {value}" for name, value in numbers.items() if value)])
+
+
+def _row(processes: list[ProcessStatus]) -> list[str]:
+    states = ", ".join(f"{count} {state}" for state, count in Counter(p.state for p in processes).items())
+    restarts = sum(p.restarts for p in processes)
+    waits = [(p.wait.seconds, _wait(p.name, p.wait)) for p in processes if p.wait]
+    _, longest = max(waits, default=(0.0, "-"))
+    return [str(len(processes)), states, str(restarts), longest]
+
+
+def _wait(name: str, wait: WaitStatus) -> str:
+    return f"{name}: {wait.what} from {wait.owner}, {wait.seconds:.0f} of {wait.deadline_s:.0f} s"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""When a job has to stop: Slurm's own end time, less what a step and a save take by the run's own measurements."""
+
+import datetime
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.observe.monitor import read_metrics
+
+QUANTILE = 0.95
+MARGIN_S = 10.0
+"""For the processes to leave, and for what Slurm's clock may differ from this one."""
+RECENT_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Seconds of a step and of a save, the 95th percentile of the latest ones; zeros before the first."""
+
+    step_s: float
+    save_s: float
+
+    @classmethod
+    def measure(cls, paths: RunPaths) -> "Needs":
+        rows = list(read_metrics(paths.metrics).values())[-RECENT_STEPS:]
+        return cls(_quantile(rows, "time/step"), _quantile(rows, "time/save"))
+
+    @property
+    def total_s(self) -> float:
+        """What must be left before the end for one more step and the save after it."""
+        return self.step_s + self.save_s + MARGIN_S
+
+
+def end_time(job_id: str) -> float | None:
+    """When Slurm will end the job (epoch), None for a job without a limit.
+
+    It is asked anew every time, since a limit may be changed, and counts from the real start of the job.
+    """
+    command = ["squeue", "--noheader", "--format=%e", "--jobs", job_id]
+    asked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SLURM_TIME_FORMAT": "standard"})
+    text = next(iter(asked.stdout.split()), "")
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:  # "N/A" and "Unknown", or a controller that does not answer just now
+        return None
+
+
+class Deadline:
+    """Tells when the run has to be drained so that it can still save."""
+
+    ASK_S = 30.0
+
+    def __init__(self, paths: RunPaths, job_id: str):
+        self._paths, self._job_id = paths, job_id
+        self._asked = -self.ASK_S
+        self._drain_at: float | None = None
+
+    def reached(self) -> str | None:
+        """Why the run should be drained now, or None."""
+        if time.monotonic() - self._asked > self.ASK_S:
+            self._asked = time.monotonic()
+            end, needs = end_time(self._job_id), Needs.measure(self._paths)
+            self._drain_at = end - needs.total_s - needs.step_s - self.ASK_S if end else None
+        if self._drain_at and time.time() > self._drain_at:
+            return "the job's time limit is near"
+        return None
+
+    def too_short(self) -> str | None:
+        """Why the job need not start: not one step and one save fit into it; None where they do."""
+        end, needs = end_time(self._job_id), Needs.measure(self._paths)
+        left = end - time.time() if end else float("inf")
+        if left < needs.total_s:
+            return (f"{left:.0f} s are left of the job, but a step takes {needs.step_s:.0f} s and a save "
+                    f"{needs.save_s:.0f} s: ask for more time (cluster.time)")  # fmt: skip
+        return None
+
+
+def _quantile(rows: list[dict], name: str) -> float:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return float(np.quantile(values, QUANTILE)) if values else 0.0

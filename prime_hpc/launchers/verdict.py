@@ -1,0 +1,25 @@
+"""How an attempt ended, for people and for the shell."""
+
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.launchers.supervisor import Ending
+from prime_hpc.launchers.view import View
+
+EXIT_INTERRUPTED = 130
+
+
+def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
+    """Say how the run ended; returns the exit code for it."""
+    match ending.kind:
+        case "complete":
+            view.say(f"complete; everything lies in {paths.root}")
+            return 0
+        case "drained":
+            view.say(f"drained: saved and left, since {ending.words}; resume=latest goes on in {paths.root}")
+            return 0
+        case "stopped":
+            view.say(f"stopped, as {ending.words}")
+            return EXIT_INTERRUPTED
+    failure = ending.failure
+    code = "it hung" if failure.exit_code is None else f"exit code {failure.exit_code}"
+    view.say(f"{failure.process} failed first ({code}); {ending.words}")
+    return 1

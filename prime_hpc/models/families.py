@@ -1,0 +1,67 @@
+"""The model families with an implementation of our own, by `model_type`. Importing this module needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_hpc.config.checks import read_json
+from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import ConfigProblem
+from prime_hpc.models.spec import HFConfig
+
+if TYPE_CHECKING:
+    from prime_hpc.models.family import Family
+
+MODULES = {
+    "glm4_moe": "prime_hpc.models.glm4_moe",
+    "llama": "prime_hpc.models.llama",
+    "qwen3": "prime_hpc.models.qwen3",
+    "qwen3_moe": "prime_hpc.models.qwen3_moe",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def load_family(model_type: str) -> Family:
+    """The family of a `model_type` in `MODULES`."""
+    return importlib.import_module(MODULES[model_type]).FAMILY
+
+
+def find_obstacle(hf_config: HFConfig) -> str | None:
+    """Why a model cannot run on an implementation of our own, or None if it can."""
+    model_type = hf_config.get("model_type")
+    if model_type not in MODULES:
+        return f"{model_type} is not among {', '.join(MODULES)}"
+    if hf_config.get("use_sliding_window") or "sliding_attention" in (hf_config.get("layer_types") or ()):
+        return "it has sliding-window attention"
+    if hf_config.get("hidden_act", "silu") != "silu":
+        return f"its activation is {hf_config['hidden_act']}, not silu"
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        return f"its rotary embedding is {rope_type}, not one of {', '.join(ROPE_TYPES)}"
+    if hf_config.get("quantization_config"):
+        return "its weights are quantised"
+    return None
+
+
+def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
+    """`native` or `hf` for `model.impl`; `auto` takes native wherever it can run."""
+    if config.model.impl != "auto":
+        return config.model.impl
+    return "hf" if config.trainer.attn == "eager" or find_obstacle(hf_config) else "native"
+
+
+def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
+    """Why `model.impl=native` cannot run, if it cannot. A directory without a model is another check's problem."""
+    if config.model.impl != "native":
+        return []
+    hf_config = read_json(Path(config.model.path) / "config.json")
+    obstacle = find_obstacle(hf_config) if hf_config else None
+    problems = []
+    if obstacle:
+        problems.append(ConfigProblem("model.impl", "native", f"auto or hf for this model, since {obstacle}"))
+    if config.trainer.attn == "eager":
+        problems.append(ConfigProblem("trainer.attn", "eager", "auto, or another that packs documents"))
+    return problems

@@ -1,0 +1,102 @@
+"""How far a run is, and what each of its processes is doing: what `status` shows."""
+
+from typing import Any
+
+import msgspec
+
+from prime_hpc.observe.run_facts import RunFacts
+
+REWARD = "train/all/reward"
+TRAINED = "perf/tokens_per_s"
+SAMPLED = "perf/rollout_tokens_per_s"
+
+
+class WaitStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A wait: for `what` from `owner`, for so many seconds of at most `deadline_s`."""
+
+    what: str
+    owner: str
+    seconds: float
+    deadline_s: float
+
+
+class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """One process: its state, starts within the attempt after the first, what it does, and what it waits for."""
+
+    name: str
+    component: str
+    state: str
+    restarts: int
+    doing: str
+    wait: WaitStatus | None
+
+
+class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet."""
+
+    run: str
+    attempt: int
+    phase: str
+    step: int
+    max_steps: int
+    progress_age_s: float | None
+    reward: float | None
+    trained_tokens_per_s: float | None
+    sampled_tokens_per_s: float | None
+    processes: list[ProcessStatus]
+
+
+def take_status(facts: RunFacts) -> RunStatus:
+    """The status of an attempt."""
+    step, row = max(facts.steps.items(), default=(0, {}))
+    return RunStatus(
+        run=facts.plan.name,
+        attempt=facts.attempt,
+        phase=_phase(facts),
+        step=step,
+        max_steps=facts.max_steps,
+        progress_age_s=facts.now - row["time"] if row else None,
+        reward=_newest(facts.steps, REWARD),
+        trained_tokens_per_s=row.get(TRAINED),
+        sampled_tokens_per_s=row.get(SAMPLED),
+        processes=[_process(name, facts) for name in facts.processes],
+    )
+
+
+def _phase(facts: RunFacts) -> str:
+    if facts.complete:
+        return "complete"
+    if facts.live:
+        return "running" if facts.steps else "starting"
+    return "ended" if facts.attempts else "not started"
+
+
+def _process(name: str, facts: RunFacts) -> ProcessStatus:
+    beat = facts.beats.get(name)
+    wait = beat.wait if beat else None
+    return ProcessStatus(
+        name=name,
+        component=facts.component(name),
+        state=_state(name, facts),
+        restarts=max((log.restart for log in facts.logs if log.process == name), default=0),
+        doing=beat.doing if beat else "",
+        wait=WaitStatus(what=wait.what, owner=wait.owner, seconds=facts.now - wait.since, deadline_s=wait.deadline_s)
+        if wait
+        else None,
+    )
+
+
+def _state(name: str, facts: RunFacts) -> str:
+    """What a process last said of itself, unless it has ended since."""
+    record = facts.records.get(name)
+    exits = [
+        e for e in facts.events if (e.process, e.kind) == (name, "exit") and e.time >= (record.time if record else 0)
+    ]
+    if exits and exits[-1].exit_code != 0:
+        return f"exit {exits[-1].exit_code}"
+    return record.state if record else "waiting"
+
+
+def _newest(steps: dict[int, dict[str, Any]], name: str) -> float | None:
+    """The last value that is there; a reward may be missing where every rollout of a batch failed."""
+    return next((row[name] for _, row in sorted(steps.items(), reverse=True) if row.get(name) is not None), None)

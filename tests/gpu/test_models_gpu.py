@@ -1,0 +1,116 @@
+"""Native models on CUDA: attention backends that are installed, grouped products, compiled and recomputed blocks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.errors import ConfigurationError
+from prime_hpc.models.attention import choose_backend, open_attention
+from prime_hpc.models.grouped import grouped_matmul, multiply_by_loop
+from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.model import PackedRow, build_policy
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda:0")
+SEQ_LENS = [70, 1, 33, 70, 200]
+BACKENDS = ["flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen"]
+SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
+SPARSE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
+    """The difference is at most a share of the norm."""
+    assert (actual.float() - expected.float()).norm() <= share * expected.float().norm()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_in_half_precision_equal_the_fallback_in_float32(name):
+    try:
+        backend = choose_backend(name, DEVICE, torch.bfloat16)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    n = sum(SEQ_LENS)
+    heads = [torch.randn(n, count, 64, device=DEVICE, requires_grad=True) for count in (4, 2, 2)]
+    upstream = torch.randn(n, 4, 64, device=DEVICE)
+    expected = open_attention("sdpa", SEQ_LENS, DEVICE)(*heads, 0.125)
+    output = open_attention(backend, SEQ_LENS, DEVICE)(*(x.bfloat16() for x in heads), 0.125)
+    assert_close(output, expected, 0.02)
+    wanted = torch.autograd.grad(expected, heads, upstream)
+    for gradient, other in zip(torch.autograd.grad(output.float(), heads, upstream), wanted, strict=True):
+        assert_close(gradient, other, 0.03)
+
+
+def test_grouped_kernel_equals_the_loop_also_where_a_group_is_empty():
+    torch.manual_seed(0)
+    options = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
+    rows, weights = torch.randn(70, 64, **options), torch.randn(4, 96, 64, **options)
+    counts = torch.tensor([33, 0, 30, 7], device=DEVICE)
+    output, expected = grouped_matmul(rows, weights, counts), multiply_by_loop(rows, weights, counts)
+    assert_close(output, expected, 0.01)
+    upstream = torch.randn_like(output)
+    wanted = torch.autograd.grad(expected, [rows, weights], upstream)
+    for gradient, other in zip(torch.autograd.grad(output, [rows, weights], upstream), wanted, strict=True):
+        assert_close(gradient, other, 0.01)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, DEVICE, init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)), dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[("qwen3", {}), ("glm4_moe", SPARSE)], ids=["qwen3", "glm4_moe"])
+def model_path(request, tmp_path_factory) -> Path:
+    model_type, others = request.param
+    path = tmp_path_factory.mktemp(model_type)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE, **others)).save_pretrained(path)
+    return path
+
+
+def run(path: Path, world: World, **trainer: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities of a packed row, and gradients of their mean. Experts are replayed, since a score that is
+    rounded otherwise would send a token to another expert."""
+    config = RunConfig()
+    config.model.path, config.model.impl = str(path), "native"
+    for key, value in trainer.items():
+        setattr(config.trainer, key, value)
+    policy = build_policy(config, world)
+    load_weights(policy, path)
+    positions = torch.cat([torch.arange(n) for n in SEQ_LENS])
+    n, generator = len(positions), torch.Generator().manual_seed(1)
+    tokens, first = (torch.randint(0, size, (n,), generator=generator) for size in (512, 8))
+    replay = torch.stack([first, (first + 3) % 8], dim=-1).expand(2, -1, -1)
+    tensors = (tokens, positions, torch.ones(n), positions.nonzero()[:, 0], replay)
+    *row, replay = (tensor.to(DEVICE) for tensor in tensors)
+    logprobs, _ = policy(PackedRow(*row, SEQ_LENS, replay))
+    logprobs.mean().backward()
+    return logprobs.detach(), {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
+
+
+def test_half_precision_follows_float32(model_path, world):
+    logprobs, gradients = run(model_path, world, dtype="bfloat16")
+    expected, expected_gradients = run(model_path, world, dtype="float32")
+    assert (logprobs - expected).abs().mean() < 0.03
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected_gradients[name], 0.1)
+
+
+@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"compile": True},
+                                     {"compile": True, "activation_checkpointing": True}])  # fmt: skip
+def test_recomputed_and_compiled_blocks_give_the_same_gradients(options, model_path, world):
+    _, expected = run(model_path, world, dtype="bfloat16")
+    _, gradients = run(model_path, world, dtype="bfloat16", **options)
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected[name], 0.1)

@@ -1,0 +1,63 @@
+"""Which implementation a model gets, and why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.models.families import MODULES, choose_implementation, find_model_problems, find_obstacle, load_family
+
+OBSTACLES = {
+    "gpt2 is not among glm4_moe, llama, qwen3, qwen3_moe": {"model_type": "gpt2"},
+    "it has sliding-window attention": {"model_type": "qwen3", "use_sliding_window": True},
+    "its activation is gelu, not silu": {"model_type": "llama", "hidden_act": "gelu"},
+    "its rotary embedding is longrope, not one of default, linear, llama3, yarn": {
+        "model_type": "llama",
+        "rope_scaling": {"type": "longrope"},
+    },
+    "its weights are quantised": {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}},
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_obstacles_are_named(obstacle):
+    assert find_obstacle(OBSTACLES[obstacle]) == obstacle
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+def test_every_family_can_be_loaded(model_type):
+    assert find_obstacle({"model_type": model_type, "hidden_act": "silu"}) is None
+    experts = list(load_family(model_type).conversion.pieces("model.layers.1.mlp.experts.up_proj", (3, 8, 4)))
+    sparse = [(f"model.layers.1.mlp.experts.{i}.up_proj.weight", i) for i in range(3)]
+    dense = [("model.layers.1.mlp.experts.up_proj", None)]
+    assert [(piece.name, piece.index) for piece in experts] == (sparse if model_type.endswith("moe") else dense)
+
+
+def make_config(path: Path, impl: str, **hf_config: object) -> RunConfig:
+    (path / "config.json").write_text(json.dumps(hf_config))
+    config = RunConfig()
+    config.model.path, config.model.impl = str(path), impl
+    return config
+
+
+def test_auto_takes_native_where_it_can_and_others_are_obeyed():
+    config = RunConfig()
+    assert choose_implementation(config, {"model_type": "llama"}) == "native"
+    assert choose_implementation(config, {"model_type": "gpt2"}) == "hf"
+    config.trainer.attn = "eager"
+    assert choose_implementation(config, {"model_type": "llama"}) == "hf"
+    config.trainer.attn, config.model.impl = "auto", "hf"
+    assert choose_implementation(config, {"model_type": "llama"}) == "hf"
+
+
+def test_native_is_refused_before_anything_starts_where_it_cannot_run(tmp_path):
+    assert find_model_problems(make_config(tmp_path, "native", model_type="llama")) == []
+    assert find_model_problems(make_config(tmp_path, "auto", model_type="gpt2")) == []
+    config = make_config(tmp_path, "native", model_type="gpt2")
+    config.trainer.attn = "eager"
+    assert [str(problem) for problem in find_model_problems(config)] == [
+        "model.impl = 'native': expected auto or hf for this model, since gpt2 is not among glm4_moe, llama, qwen3, "
+        "qwen3_moe",
+        "trainer.attn = 'eager': expected auto, or another that packs documents",
+    ]
