@@ -53,14 +53,18 @@ def spawn(plan: ProcessPlan, gpus_on_node: int, restart: int = 0, *, dies_with_p
     env = {**os.environ, **plan.env, "PYTHONPATH": _import_path(), RESTART_VARIABLE: str(restart)}
     if gpus_on_node:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(plan.gpus)
-    path = Path(plan.log)
-    if restart:
-        path = path.with_suffix(f".restart_{restart}.log")
+    path = Path(log_file(plan, restart))
     with path.open("ab") as log:
         process = subprocess.Popen(plan.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                    start_new_session=True,
                                    preexec_fn=_die_with_parent if dies_with_parent else None)  # fmt: skip
     return Child(plan, process, path)
+
+
+def log_file(plan: ProcessPlan, restart: int) -> str:
+    """`PROCESS.log`, after a restart `PROCESS.restart_1.log` and so on."""
+    path = Path(plan.log)
+    return str(path.with_name(f"{path.stem}.restart_{restart}{path.suffix}")) if restart else plan.log
 
 
 def stop(children: list[Child], grace_s: float) -> None:

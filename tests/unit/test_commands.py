@@ -171,7 +171,7 @@ def test_stop_asks_the_supervisor_and_waits_for_the_end(run: RunDir, monkeypatch
     assert stop.main([str(run.paths.root), "--why", "wrong data"]) == 0
     (request,) = asked
     assert abs(request.pop("time") - time.time()) < 60
-    assert request == {"action": "stop", "unit": None, "why": "wrong data", "by": "ada"}
+    assert request == {"action": "stop", "unit": None, "why": "wrong data", "by": "ada", "goes_on": False}
 
 
 def test_drain_without_waiting(run: RunDir) -> None:

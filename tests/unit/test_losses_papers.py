@@ -204,6 +204,17 @@ def test_far_ratios_outside_the_bounds_leave_a_finite_gradient(name: str) -> Non
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("bound", ["mask", "clip"])
+def test_a_sequence_whose_ratio_overflows_does_not_poison_its_other_tokens(bound: str) -> None:
+    config = ImportanceLoss(level="sequence", bound=bound, high=2.0)
+    sampler, advantages = torch.full((3,), -900.0).double(), torch.tensor([5.0, 1.0, 1.0]).double()
+    tensors = row([0, 1, 1], [3], logprobs=sampler, advantages=advantages)
+    loss, gradient, _ = run(tensors, TokenCounts(2, 0, 0, 1), config, [-0.1, -0.1, -0.1])
+    weight = 2.0 if bound == "clip" else 0.0
+    assert loss == pytest.approx(weight * 0.1)
+    assert gradient == pytest.approx([0, -weight / 2, -weight / 2])
+
+
 def samples_of(rollouts: Rollouts) -> list[Sample]:
     """The same sequences as the orchestrator ships them, some tokens in other components."""
     streams = [s.split(LENGTHS) for s in (rollouts.mask, rollouts.sampler, rollouts.advantages, rollouts.reference)]

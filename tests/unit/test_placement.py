@@ -121,7 +121,8 @@ def test_a_run_without_rollouts_has_one_group(mode: str, groups: list[str]) -> N
 def test_units_are_what_restarts_together(large: RunPlan) -> None:
     plan = make_plan(HETJOB, EIGHT, "inference.replicas=2", "trainer.ranks=16", "env.workers=3")
     found = {unit.name: (unit.first_node, unit.nodes, unit.per_node) for unit in units(plan)}
-    assert found == {"orchestrator": (0, 1, 1), "env-reverse_text": (0, 1, 3), "inference-0": (0, 1, 1),
+    assert found == {"orchestrator": (0, 1, 1), **{f"env-reverse_text-{i}": (0, 1, 1) for i in range(3)},
+                     "inference-0": (0, 1, 1),
                      "inference-1": (0, 1, 1), "trainer": (0, 2, 8)}  # fmt: skip
     engine = next(unit for unit in units(large) if unit.name == "inference-3")
     assert (engine.first_node, engine.nodes, engine.per_node) == (12, 4, 1)

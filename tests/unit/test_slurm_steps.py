@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from prime_hpc.config.schema import parse
 from prime_hpc.errors import ConfigurationError
+from prime_hpc.launchers.children import log_file
 from prime_hpc.launchers.slurm.allocation import check_allocation, jobs
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
 from prime_hpc.launchers.slurm.task import find_process
@@ -35,7 +36,7 @@ def test_named_hosts_take_the_place_of_numbered_nodes() -> None:
 def test_linked_engines_are_steps_of_their_own_job() -> None:
     plan = make_plan("slurm_linked")
     main, engines = jobs(plan)
-    assert [u.name for u in main.units(plan)] == ["orchestrator", "env-words", "trainer"]
+    assert [u.name for u in main.units(plan)] == ["orchestrator", "env-words-0", "env-words-1", "trainer"]
     assert [u.name for u in engines.units(plan)] == ["inference-0"]
     assert step_command(plan, unit(plan, "trainer"))[1] == "--het-group=1"
     assert not any(word.startswith("--het-group") for word in step_command(plan, unit(plan, "inference-0")))
@@ -49,15 +50,15 @@ def test_srun_does_not_see_what_describes_the_batch_script() -> None:
 
 def test_a_task_is_the_process_at_its_rank_in_its_unit() -> None:
     plan = make_plan("slurm_hetjob")
-    process = find_process(plan, {"PRIME_HPC_UNIT": "trainer", "SLURM_PROCID": "5"})
+    found, process = find_process(plan, {"PRIME_HPC_UNIT": "trainer", "SLURM_PROCID": "5"})
+    assert found.name == "trainer"
     assert (process.name, process.node, process.gpus) == ("trainer-5", 1, [1])
     assert process.log == "/shared/run/logs/attempt_2/trainer-5.log"
 
 
 def test_a_restarted_task_writes_a_log_of_its_own() -> None:
     plan = make_plan("slurm_hetjob")
-    again = {"PRIME_HPC_UNIT": "inference-0", "SLURM_PROCID": "0", "PRIME_HPC_RESTART": "3"}
-    assert find_process(plan, again).log == "/shared/run/logs/attempt_2/inference-0.restart_3.log"
+    assert log_file(plan.process("inference-0"), 3) == "/shared/run/logs/attempt_2/inference-0.restart_3.log"
 
 
 HETJOB_SIZE = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "3", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",

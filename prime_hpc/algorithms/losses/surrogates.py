@@ -87,7 +87,7 @@ def importance(tokens: Tokens, config: ImportanceLoss) -> Surrogate:
     if config.bound == "clip":
         weight = weight.clamp(config.low, config.high)
         return Surrogate(-weight * tokens.advantages * score, nowhere, outside)
-    weight = torch.where(outside, 0.0, weight)
+    weight = torch.where(tokens.members & ~outside, weight, 0.0)
     return Surrogate(-weight * tokens.advantages * score, outside, nowhere)
 
 

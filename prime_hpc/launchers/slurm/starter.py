@@ -9,8 +9,8 @@ from pathlib import Path
 from prime_hpc.cluster.files import read_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import RESTART_VARIABLE, STOPPING_MARK, stopping_mark
+from prime_hpc.launchers.children import log_file
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
-from prime_hpc.launchers.slurm.task import log_file
 from prime_hpc.launchers.supervisor import Running
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.units import Unit

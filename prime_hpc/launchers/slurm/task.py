@@ -64,12 +64,6 @@ def step_id(plan: RunPlan, unit: Unit, environment: Mapping[str, str]) -> str:
     return f"{component}.{environment['SLURM_STEP_ID']}"
 
 
-def log_file(process: ProcessPlan, restart: int) -> str:
-    """`PROCESS.log`, after a restart `PROCESS.restart_1.log` and so on."""
-    path = Path(process.log)
-    return str(path.with_name(f"{path.stem}.restart_{restart}{path.suffix}")) if restart else process.log
-
-
 def _forward_signals(child: Child, unit: Unit, paths: RunPaths) -> None:
     """In place of submitit's own handlers, which would requeue the job from inside a task.
 
