@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from prime_hpc.cluster.control import take
 from prime_hpc.config.schema import parse
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.slurm.executor import find, submit
@@ -118,7 +119,7 @@ def run_task(root: Path, code: str) -> subprocess.Popen:
     plan = make_plan(root, "slurm_hetjob")
     plan.process("trainer-0").command = [sys.executable, "-c", code]
     (root / "plan.json").write_bytes(plan.dump())
-    env = {**os.environ, "PRIME_HPC_UNIT": "trainer", "SLURM_PROCID": "0", "SLURM_JOB_ID": "41",
+    env = {**os.environ, "PRIME_HPC_UNIT": "trainer", "SLURM_PROCID": "0", "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "3",
            "SUBMITIT_FOLDER": str(root), "SUBMITIT_EXECUTOR": "slurm"}  # fmt: skip
     (root / "41_0_result.pkl").write_text("of an earlier try")
     call = ("import sys; from pathlib import Path; from prime_hpc.launchers.slurm.task import RoleTask; "
@@ -138,18 +139,40 @@ def test_a_task_runs_its_process_and_logs_to_its_file(tmp_path: Path) -> None:
 
 def test_a_task_tells_how_its_process_failed(tmp_path: Path) -> None:
     record = {"process": "trainer-0", "attempt": 1, "error": "CorruptData: bad shard"}
-    code = f"import json, pathlib; p = pathlib.Path({str(tmp_path)!r}, 'run/rendezvous'); p.mkdir(); " + (
+    code = f"import pathlib; p = pathlib.Path({str(tmp_path)!r}, 'run/rendezvous'); p.mkdir(); " + (
         f"(p / 'trainer-0.json').write_text({json.dumps(json.dumps(record))}); raise SystemExit(3)")  # fmt: skip
     _, errors = run_task(tmp_path / "run", code).communicate(timeout=60)
     assert "InfrastructureFailure: trainer-0 ended with exit code 3 on " in errors
     assert f": CorruptData: bad shard; see {tmp_path}/run/logs/attempt_1/trainer-0.log" in errors
 
 
-def test_a_task_hands_signals_on(tmp_path: Path) -> None:
-    task = run_task(tmp_path / "run", "import time; print('up', flush=True); time.sleep(60)")
-    log = tmp_path / "run" / "logs" / "attempt_1" / "trainer-0.log"
+def start_sleeper(root: Path) -> subprocess.Popen:
+    """A task whose process has started and will sleep."""
+    task = run_task(root, "import time; print('up', flush=True); time.sleep(60)")
+    log, deadline = root / "logs" / "attempt_1" / "trainer-0.log", time.monotonic() + 60
     while not log.exists() or not log.read_text():
+        assert task.poll() is None and time.monotonic() < deadline, task.communicate()
         time.sleep(0.05)
+    return task
+
+
+def test_a_task_that_the_supervisor_stops_ends_its_process(tmp_path: Path) -> None:
+    task = start_sleeper(tmp_path / "run")
+    (tmp_path / "run" / "rendezvous").mkdir()
+    (tmp_path / "run" / "rendezvous" / "stopping.trainer").touch()
     task.send_signal(signal.SIGTERM)
     _, errors = task.communicate(timeout=60)
     assert "InfrastructureFailure: trainer-0 was killed by SIGTERM on " in errors
+
+
+def test_a_sigterm_of_slurm_asks_the_supervisor_to_drain(tmp_path: Path) -> None:
+    task = start_sleeper(tmp_path / "run")
+    control, deadline = tmp_path / "run" / "rendezvous" / "control", time.monotonic() + 60
+    task.send_signal(signal.SIGTERM)
+    while not (requests := take(control)):
+        assert task.poll() is None and time.monotonic() < deadline, task.communicate()
+        time.sleep(0.05)
+    assert [(request.action, request.by, request.goes_on) for request in requests] == [("drain", "trainer-0", True)]
+    assert task.poll() is None
+    task.send_signal(signal.SIGINT)
+    task.communicate(timeout=60)
