@@ -7,9 +7,9 @@ from rich.console import Console
 from prime_hpc.config.checks import find_unchecked
 from prime_hpc.launchers.local import run_local
 from prime_hpc.launchers.prepare import RunStart
-from prime_hpc.launchers.slurm.allocation import check_allocation, jobs
+from prime_hpc.launchers.slurm.allocation import check_allocation
 from prime_hpc.launchers.slurm.batch import run_job
-from prime_hpc.launchers.slurm.executor import submit
+from prime_hpc.launchers.slurm.executor import adopt, submit
 from prime_hpc.launchers.slurm.sbatch import write_scripts
 from prime_hpc.plan.table import render
 
@@ -26,7 +26,9 @@ def launch_plan(start: RunStart) -> int:
     console.print(render(start.plan))
     if not launcher.on_slurm:
         return run_local(start.plan, start.config)
-    return _submit(start, console) if launcher.submit else run_job(start.plan, jobs(start.plan)[0])
+    if launcher.submit:
+        return _submit(start, console)
+    return run_job(start.plan, adopt(start.plan, os.environ["SLURM_JOB_ID"]))
 
 
 def _write_only(start: RunStart, console: Console) -> int:

@@ -1,6 +1,7 @@
 """Runs on a real Slurm: it takes the scripts, processes run where the plan says, and the job tells how it ended."""
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -15,9 +16,9 @@ from prime_hpc.launchers.slurm.jobs import RunJob
 from prime_hpc.launchers.slurm.sbatch import write_scripts
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import RunPlan, load
-from tests.integration.runs import TINY
-from tests.integration.test_bad_input import launch
+from tests.integration.runs import REPOSITORY, TINY
 from tests.slurm.scripts import LAUNCHERS
+from tools.slurm_sandbox import SlurmSandbox
 
 pytestmark = pytest.mark.slurm
 
@@ -30,7 +31,7 @@ WAIT_S = 120
 
 
 @pytest.fixture(autouse=True)
-def cluster(slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def cluster(slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's commands of this process, and of those it starts, talk to the sandbox."""
     for name, value in slurm.env.items():
         monkeypatch.setenv(name, value)
@@ -73,13 +74,13 @@ def reports(job: RunJob, plan: RunPlan) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_slurm_takes_the_scripts(launcher: str, slurm, tmp_path: Path) -> None:
+def test_slurm_takes_the_scripts(launcher: str, slurm: SlurmSandbox, tmp_path: Path) -> None:
     for script in write_scripts(make_plan(tmp_path / "run", launcher)):
         assert "to start at" in slurm.run(["sbatch", "--test-only", str(script)]).stderr
 
 
 @pytest.mark.parametrize("launcher", ["slurm_hetjob", "slurm_linked"])
-def test_every_process_runs_where_the_plan_says(launcher: str, slurm, tmp_path: Path) -> None:
+def test_every_process_runs_where_the_plan_says(launcher: str, slurm: SlurmSandbox, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run", launcher)
     job = submit_plan(plan)
     assert wait(job) == "COMPLETED", (tmp_path / "run" / "logs" / f"job_{job.job_id}.log").read_text()
@@ -104,7 +105,7 @@ def test_components_share_the_nodes_of_one_allocation(tmp_path: Path) -> None:
     assert [seen[f"trainer-{i}"][1] for i in range(4)] == ["0", "1", "0", "1"]
 
 
-def test_the_first_failure_ends_the_job_and_is_told(slurm, tmp_path: Path) -> None:
+def test_the_first_failure_ends_the_job_and_is_told(slurm: SlurmSandbox, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run", "slurm_hetjob")
     for process in plan.processes:
         process.command[-1] = "import time; time.sleep(600)"
@@ -117,7 +118,7 @@ def test_the_first_failure_ends_the_job_and_is_told(slurm, tmp_path: Path) -> No
     assert set(slurm.states(job.job_id).values()) == {"FAILED"}
 
 
-def test_a_cancelled_run_ends(slurm, tmp_path: Path) -> None:
+def test_a_cancelled_run_ends(slurm: SlurmSandbox, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run", "slurm_linked")
     for process in plan.processes:
         process.command[-1] = "import time; time.sleep(600)"
@@ -130,17 +131,20 @@ def test_a_cancelled_run_ends(slurm, tmp_path: Path) -> None:
         assert set(slurm.wait(job_id, "CANCELLED").values()) == {"CANCELLED"}
 
 
-def test_a_whole_run_trains_as_one_heterogeneous_job(slurm, tmp_path: Path, tiny_model: Path) -> None:
-    done = launch(tmp_path, "+experiment=reverse_text_cpu", *TINY, f"model.path={tiny_model}", "run.name=mine",
-                  "max_steps=2", "optimizer.decay_steps=1", "inference.replicas=2", "trainer.ranks=2",
-                  "inference.engine_args={skill0: 0.3, skill_per_version: 0.2, token_s: 0.002}",
-                  "launcher=slurm_hetjob", "cluster.gpus_per_node=0", "cluster.cpus=4", "cluster.time=00:10:00",
-                  "cluster.components.inference.nodes=2", "cluster.components.trainer.nodes=2")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    job = find(load(tmp_path / "outputs" / "mine" / "plan.json"))
-    assert job is not None and len(job.results()) == 6
-    assert wait(job) == "COMPLETED"
-    assert (tmp_path / "outputs" / "mine" / "summary.json").exists()
+def test_a_script_of_ones_own_runs_the_launcher_in_its_allocation(
+    slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    arguments = ["+experiment=reverse_text_cpu", *TINY, f"model.path={tiny_model}", "run.name=mine", "max_steps=1",
+                 f"run.output_dir={tmp_path}", "launcher=slurm_single", "cluster.gpus_per_node=0", "cluster.cpus=4",
+                 "launcher.submit=false", "resume=auto"]  # fmt: skip
+    script = tmp_path / "own.sbatch"
+    command = shlex.join([sys.executable, "-m", "prime_hpc.launch", *arguments])
+    header = ["#!/bin/bash", "#SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=4", "#SBATCH --output=own.log"]
+    script.write_text("\n".join([*header, f"cd {REPOSITORY}", f"exec {command}", ""]))
+    job = slurm.submit(f"--chdir={tmp_path}", str(script))
+    states = slurm.wait(job, "COMPLETED", "FAILED", timeout_s=300)
+    assert states == {job: "COMPLETED"}, (tmp_path / "own.log").read_text()
+    submitted = find(load(tmp_path / "mine" / "plan.json"))
+    assert submitted is not None and len(submitted.results()) == 4
+    assert (tmp_path / "mine" / "summary.json").exists()
     assert not list(Path(os.environ["PRIME_HPC_HOME"]).glob("secrets/*"))
-    slurm.wait(job.job_id, "COMPLETED")
-    assert slurm.sacct(job.job_id) == {f"{job.job_id}+{i}": "COMPLETED" for i in range(3)}

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import DelayedSubmission
+from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
 from prime_hpc.cluster.files import read_json, write_json
@@ -34,10 +34,7 @@ class JobExecutor(SlurmExecutor):
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
         [submitted] = super()._internal_process_submissions(delayed_submissions)
-        for unit in self.job.units(self.plan):
-            pickle = self.folder / unit.name / submitted.paths.submitted_pickle.name
-            pickle.parent.mkdir(parents=True, exist_ok=True)
-            pickle.symlink_to(Path("..", pickle.name))
+        _share(self.plan, self.job, submitted.paths.submitted_pickle)
         return [submitted]
 
 
@@ -66,6 +63,26 @@ def submit(plan: RunPlan, after: str | None = None) -> RunJob:
             raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
     write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
     return RunJob(plan, ids)
+
+
+def adopt(plan: RunPlan, job_id: str) -> Job:
+    """Make the job around this process that of the plan, as if it had been submitted for it."""
+    paths, job = RunPaths(Path(plan.run_dir)), jobs(plan)[0]
+    pickle = JobPaths(paths.slurm, job_id).submitted_pickle
+    pickle.parent.mkdir(parents=True, exist_ok=True)
+    DelayedSubmission(RoleTask(paths.plan)).dump(pickle)
+    _share(plan, job, pickle)
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": [job_id]})
+    return job
+
+
+def _share(plan: RunPlan, job: Job, pickle: Path) -> None:
+    """Give the steps of a job its task: submitit looks for it where a step's results are written."""
+    for unit in job.units(plan):
+        link = pickle.parent / unit.name / pickle.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("..", pickle.name))
 
 
 def find(plan: RunPlan) -> RunJob | None:
