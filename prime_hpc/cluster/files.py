@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """Add `data` to the end of an unbuffered `file`, wholly or, where that fails, not at all."""
+    end, left = os.fstat(file.fileno()).st_size, memoryview(data)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        os.ftruncate(file.fileno(), end)
         raise
 
 

@@ -19,6 +19,7 @@ from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.lease import LeaseReader
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.cluster.patience import Patience
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
@@ -50,6 +51,7 @@ class Role:
         """How often this process was started before in its attempt."""
         self.heart = Heart(self.paths.rendezvous, process.name, plan.attempt, self.restart,
                            min(self.config.recovery.hang_s / BEATS_PER_HANG, 5.0))  # fmt: skip
+        self.patience = Patience(self.config.recovery.full_disk_s, self.heart, logging.getLogger(process.name))
         self.reach = Faults(process.name, self.restart).reach
         self.rendezvous = Rendezvous(self.paths.rendezvous, process.name, plan.attempt)
         self.secrets = secrets.load(self.paths.root)

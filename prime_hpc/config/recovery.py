@@ -42,3 +42,5 @@ class RecoveryConfig:
     """A process that gives no sign of life for this long is dumped, killed and treated as failed."""
     stuck_s: Seconds = 3600.0
     """A process that lives, but neither gets on with its work nor waits for anybody for this long, is treated alike."""
+    full_disk_s: Seconds = 600.0
+    """A write that finds the disk full is tried again for this long before it counts as failed."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.cluster.files import append
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.checkpoints import read_manifest
@@ -27,7 +28,8 @@ class Monitor:
         self._warned: set[str] = set()
         _drop_torn_line(role.paths.metrics)
         rows = list(_rows(role.paths.metrics))
-        self._file = role.paths.metrics.open("a", buffering=1)
+        self._file = role.paths.metrics.open("ab", buffering=0)
+        self._patience = role.patience
         attempt = role.plan.attempt
         if rows and max(row.get("attempt", 1) for row in rows) < attempt:
             self._write({"attempt": attempt, "resumed_from": _start_step(role), "time": time.time()})
@@ -46,7 +48,7 @@ class Monitor:
             self._wandb.finish()
 
     def _write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._patience.write("metrics.jsonl", lambda: append(self._file, json.dumps(row).encode() + b"\n"))
 
     def _finite(self, name: str, value: float) -> float | None:
         if math.isfinite(value):

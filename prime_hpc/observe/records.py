@@ -41,7 +41,8 @@ class RolloutRecorder:
         """
         data = zstandard.ZstdCompressor().compress(b"".join(self._lines.pop(step, [])))
         self._role.lease.check()
-        write_atomic(record_path(self._role.paths.rollouts, step), data)
+        path = record_path(self._role.paths.rollouts, step)
+        self._role.patience.write(path.name, lambda: write_atomic(path, data))
 
 
 def record_path(rollouts: Path, step: int) -> Path:

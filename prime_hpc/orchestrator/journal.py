@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from prime_hpc.cluster.files import append
+from prime_hpc.cluster.patience import Patience
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData, SchemaMismatch
 from prime_hpc.transport.checkpoints import CheckpointManifest
@@ -140,9 +142,12 @@ class JournalState:
 class Journal:
     """The journal file, open for appending."""
 
+    patience: Patience | None = None
+    """How records wait for space on a full disk; without it they fail."""
+
     def __init__(self, path: Path, state: JournalState):
         self.state = state
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
 
     @classmethod
     def start(cls, path: Path) -> "Journal":
@@ -174,13 +179,16 @@ class Journal:
     @property
     def offset(self) -> int:
         """Bytes written so far: where a resume that knows everything up to now begins."""
-        return self._file.tell()
+        return os.fstat(self._file.fileno()).st_size
 
     def append(self, record: Record, *, durable: bool = False) -> None:
         """Add a record; `durable` flushes it to disk before returning."""
         payload = _encoder.encode(record)
-        self._file.write(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
-        self._file.flush()
+        frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+        if self.patience:
+            self.patience.write("the journal", lambda: append(self._file, frame))
+        else:
+            append(self._file, frame)
         if durable:
             os.fsync(self._file.fileno())
 
@@ -227,6 +235,7 @@ def open_journal(role: Role, checkpoint: CheckpointManifest | None) -> Journal:
         journal = Journal.reopen(path, covered, offset, rewind=True)
     else:
         journal = Journal.reopen(path, covered, offset)
+    journal.patience = role.patience
     if journal.state.attempt != role.plan.attempt:
         journal.append(AttemptStarted(attempt=role.plan.attempt), durable=True)
     return journal

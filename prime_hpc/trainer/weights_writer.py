@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,7 +45,7 @@ class WeightsWriter:
         self._role.reach("update.during")
         if self._world.first:
             self._role.lease.check()
-            weights.seal(partial, version, self._dtype)
+            self._role.patience.write(final.name, lambda: weights.seal(partial, version, self._dtype))
             weights.publish(partial, final)
             self._clean_up()
 
@@ -85,7 +87,7 @@ class WeightsWriter:
                 # a copy, as the file format refuses tensors that share memory
                 kept[hf_name] = part.to("cpu", self._published(tensor), copy=True).contiguous()
         if mine:
-            save_file(kept, path, metadata={"format": "pt"})
+            self._role.patience.write(path.name, lambda: _save(kept, path))
             path.chmod(0o644)
 
     def _published(self, tensor: Tensor) -> torch.dtype:
@@ -117,6 +119,15 @@ class WeightsWriter:
                 condemned = path.with_name(f".{path.name}.removed")
                 path.rename(condemned)
                 shutil.rmtree(condemned)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """`save_file`, whose error hides that of the file system in its text."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), str(error)) from error if number else error
 
 
 def _divide(sizes: dict[str, int]) -> dict[str, list[str]]:

@@ -108,3 +108,12 @@ def test_a_drained_run_saves_and_goes_on_with_the_batches_it_had(tmp_path: Path,
     assert code == 0, text
     assert_whole(again, steps + 3)
     assert published_versions(again.root / "weights")[-1].lineage == 0, "nothing was abandoned"
+
+
+def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: LocalRun, tiny_model: Path) -> None:
+    run = LocalRun(survivor.root.parent, tiny_model, "fork", "max_steps=15", "trainer.ranks=1",
+                   f"resume={survivor.root}/checkpoints/step_12", *QUICK)  # fmt: skip
+    code, text = run.wait()
+    assert code == 0, text
+    assert run.reported == run.cut == [13, 14, 15], "on one rank instead of two"
+    assert run.summary["steps"] == 15 and survivor.summary["steps"] == 12

@@ -24,6 +24,7 @@ TINY = (
     "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.01}", "checkpoint.every=3",
     "recovery.backoff_s=0.2", "cluster.lease_s=10", "cluster.gpus_per_node=0", "cluster.time='00:20:00'",
 )  # fmt: skip
+SLOW_TOKENS = "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.1}"
 NODES = ("cluster.components.trainer.nodes=2", "cluster.components.inference.nodes=2")
 
 
@@ -102,17 +103,19 @@ def test_a_requeued_job_goes_on_by_itself(slurm: SlurmSandbox, tmp_path: Path, t
     assert {e["attempt"] for e in run.events} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_run_drains_before_the_time_limit_and_goes_on_in_the_same_job(
     slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
 ) -> None:
-    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=60", "cluster.time='00:02:00'",
-                   "cluster.signal_s=30")  # fmt: skip
-    run.until_complete(480)
-    assert_whole(run, 60)
+    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=24", "cluster.time='00:02:00'",
+                   "cluster.signal_s=30", SLOW_TOKENS)  # fmt: skip
+    run.until_complete(580)
+    assert_whole(run, 24)
     assert "draining, as the supervisor asked" in run.output and "going on in this job" in run.output
     assert "TIMEOUT" not in slurm.sacct(run.job.job_id).values()
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_is_followed_by_a_new_attempt_after_a_requeue(
     slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
 ) -> None:

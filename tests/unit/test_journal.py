@@ -148,7 +148,7 @@ def test_a_journal_that_lost_its_end_before_the_checkpoint_is_refused(tmp_path: 
 
 def open_as(run_dir: Path, attempt: int, restart: int, checkpoint: SimpleNamespace | None, rewind: bool) -> Journal:
     plan = SimpleNamespace(attempt=attempt, rewind=rewind)
-    return open_journal(SimpleNamespace(paths=RunPaths(run_dir), plan=plan, restart=restart), checkpoint)
+    return open_journal(SimpleNamespace(paths=RunPaths(run_dir), plan=plan, restart=restart, patience=None), checkpoint)
 
 
 def test_an_attempt_goes_back_once_and_its_restarts_go_on(tmp_path: Path) -> None:

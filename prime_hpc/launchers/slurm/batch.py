@@ -88,12 +88,12 @@ def next_attempt(plan: RunPlan) -> RunPlan | None:
         ConfigurationError, CorruptData: the run cannot go on from its newest checkpoint.
     """
     paths = RunPaths(Path(plan.run_dir))
-    marks = list_fresh(paths.rendezvous)
+    marks, config = list_fresh(paths.rendezvous), plan.typed_config()
     if LEASE_FILE not in marks or (read_json(paths.rendezvous / LEASE_FILE) or {})["attempt"] < plan.attempt:
         return plan
-    if COMPLETE_MARK in marks and DRAIN_MARK not in marks:
+    steps = (read_json(paths.summary) or {}).get("steps", 0)
+    if COMPLETE_MARK in marks and (DRAIN_MARK not in marks or steps >= config.max_steps):
         return None
-    config = plan.typed_config()
     config = replace(config, resume="auto", run=replace(config.run, name=plan.name, output_dir=str(paths.root.parent)))
     start = RunStart.resolve(config, experiment=None, origins=[])
     start.write(config_too=False)
