@@ -32,6 +32,11 @@ def launch_plan(start: RunStart) -> int:
 
 
 def _write_only(start: RunStart, console: Console) -> int:
+    """Show the plan and write it down, except where a run of that name exists: its processes read those files."""
+    if start.plan.attempt > 1:
+        console.print(render(start.plan))
+        console.print(f"\n{start.paths.root} exists, so nothing was written; nothing was started")
+        return 0
     start.write_dry()
     scripts = write_scripts(start.plan) if start.config.launcher.on_slurm else []
     console.print(render(start.plan))
