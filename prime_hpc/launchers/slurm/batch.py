@@ -140,9 +140,8 @@ def main() -> None:
     parser.add_argument("--job", default=MAIN)
     arguments = parser.parse_args()
     try:
-        plan: RunPlan | None = load(arguments.plan)
-        if arguments.job == MAIN:
-            plan = next_attempt(plan)
+        written = load(arguments.plan)
+        plan = next_attempt(written) if arguments.job == MAIN else written
         if plan is None:
             sys.exit(f"{arguments.plan.parent} is complete")
         sys.exit(run_job(plan, next(job for job in jobs(plan) if job.name == arguments.job)))
