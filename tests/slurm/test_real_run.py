@@ -1,4 +1,4 @@
-"""The demo's RL on real vLLM as one heterogeneous job: a node for the orchestrator, two of engines, two of two ranks."""
+"""The demo's RL on real vLLM as one heterogeneous job: a node for the orchestrator, two of engines, two of ranks."""
 
 import json
 import os
@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 REAL = ("inference.engine=prime_hpc.inference", "inference.engine_args={}", "orchestrator.batch_size=128",
         "orchestrator.group_size=8", "trainer.ranks=4", "env.workers=2", "cluster.time='01:00:00'",
-        "checkpoint.every=20", "cluster.start_timeout_s=1200", "inference.start_timeout_s=1200", "recovery.hang_s=120")  # fmt: skip
+        "checkpoint.every=20", "cluster.start_timeout_s=1200", "inference.start_timeout_s=1200",
+        "recovery.hang_s=120")  # fmt: skip
 
 
 def warm_model(folder: Path) -> Path:
