@@ -8,6 +8,8 @@ from prime_hpc.cluster.files import list_fresh, read_json, write_json
 from prime_hpc.errors import InfrastructureFailure
 
 FILE = "lease.json"
+OWN_PAUSE = 0.5
+"""A pause between two checks that is longer than this share of `lease_s` is one of the process that checks."""
 
 
 class LeaseKeeper:
@@ -35,14 +37,18 @@ class LeaseKeeper:
 
 
 class LeaseReader:
-    """A role's view of the lease. Age is counted from when a new beat was seen, so clock skew does not matter."""
+    """A role's view of the lease. Age is counted from when a new beat was seen, so clock skew does not matter.
+
+    Time in which this process itself stood still is not counted as silence of the supervisor; that a newer attempt has
+    taken over is seen all the same.
+    """
 
     def __init__(self, directory: Path, attempt: int, lease_s: float):
         self._directory = directory
         self._attempt = attempt
         self._lease_s = lease_s
         self._beat = None
-        self._seen = time.monotonic()
+        self._seen = self._last_look = time.monotonic()
 
     def check(self) -> None:
         """Return while this attempt holds the lease.
@@ -54,7 +60,11 @@ class LeaseReader:
         lease = read_json(self._directory / FILE)
         if lease and lease["attempt"] > self._attempt:
             raise InfrastructureFailure(f"attempt {lease['attempt']} has taken over from attempt {self._attempt}")
+        now, pause = time.monotonic(), time.monotonic() - self._last_look
+        self._last_look = now
+        if pause > self._lease_s * OWN_PAUSE:
+            self._seen += pause
         if lease and lease["beat"] != self._beat:
-            self._beat, self._seen = lease["beat"], time.monotonic()
-        if time.monotonic() - self._seen > self._lease_s:
+            self._beat, self._seen = lease["beat"], now
+        if now - self._seen > self._lease_s:
             raise InfrastructureFailure(f"the supervisor gave no sign for {self._lease_s:.0f} s")

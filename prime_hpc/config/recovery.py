@@ -38,7 +38,7 @@ class RecoveryConfig:
     """Pause before the first restart; doubled for each further one within the window."""
     backoff_max_s: Seconds = 60.0
     """Longest pause before a restart."""
-    hang_s: Seconds = 60.0
+    hang_s: Seconds = 120.0
     """A process that gives no sign of life for this long is dumped, killed and treated as failed."""
     stuck_s: Seconds = 3600.0
     """A process that lives, but neither gets on with its work nor waits for anybody for this long, is treated alike."""

@@ -116,6 +116,8 @@ class MonitorConfig:
     """W&B team or user."""
     rollouts: bool = True
     """Write rollout records to `rollouts/step_N.jsonl.zst`."""
+    rollouts_gib: Annotated[float, Field(gt=0)] | None = None
+    """Records past this size together are removed, oldest first; all are kept when left out."""
 
 
 @dataclass(kw_only=True)

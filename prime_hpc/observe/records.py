@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from prime_hpc.cluster.files import write_atomic
+from prime_hpc.cluster.files import list_fresh, write_atomic
 from prime_hpc.cluster.role import Role
 from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, RolloutDone, Sample
 
@@ -43,6 +43,20 @@ class RolloutRecorder:
         self._role.lease.check()
         path = record_path(self._role.paths.rollouts, step)
         self._role.patience.write(path.name, lambda: write_atomic(path, data))
+        budget = self._role.config.monitor.rollouts_gib
+        if budget is not None:
+            _prune(path.parent, int(budget * 2**30))
+
+
+def _prune(rollouts: Path, budget: int) -> None:
+    """Remove the oldest records until at most `budget` bytes are left; the newest stays in any case."""
+    steps = sorted(int(name[len("step_") : -len(SUFFIX)]) for name in list_fresh(rollouts) if name.endswith(SUFFIX)
+                   and not name.startswith("."))  # fmt: skip
+    total = 0
+    for i, path in enumerate(record_path(rollouts, step) for step in reversed(steps)):
+        total += path.stat().st_size
+        if i and total > budget:
+            path.unlink()
 
 
 def record_path(rollouts: Path, step: int) -> Path:

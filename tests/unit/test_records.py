@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.cluster.files import write_json
+from prime_hpc.config.sections import MonitorConfig
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.records import RolloutRecorder, read_records, record_path, version_runs
 from prime_hpc.transport.arrays import Array
@@ -101,3 +102,11 @@ def test_a_fenced_attempt_writes_nothing(tmp_path):
 )
 def test_version_runs(versions, runs):
     assert version_runs(np.array(versions, dtype=np.int64)) == runs
+
+
+def test_records_past_their_budget_are_removed_oldest_first(tmp_path: Path) -> None:
+    owner = role(tmp_path, monitor=MonitorConfig(rollouts_gib=1e-9))
+    recorder = RolloutRecorder(owner)
+    for step in (8, 9, 10):
+        recorder.flush(step)
+    assert [path.name for path in (tmp_path / "rollouts").glob("step_*")] == ["step_10.jsonl.zst"]
