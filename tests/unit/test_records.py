@@ -1,6 +1,7 @@
 """Rollout records keep every token, its version and its log-probability."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import numpy as np
