@@ -7,13 +7,17 @@ from typing import Any
 
 from prime_hpc.cluster.paths import RunPaths
 
-SHOWN = ("steps", "reward_first5", "reward_last5", "mismatch_abs_mean", "wall_s")
+SHOWN = ("steps", "reward_first5", "reward_last5", "mismatch_abs_mean", "loss_first", "loss_last", "probe_exact_match",
+         "wall_s")  # fmt: skip
 
 
 def describe(run: Path) -> str:
     """Lines of `name value` from `summary.json`, then the paths of the curve and of the newest attempt's logs."""
-    summary = json.loads(RunPaths(run).summary.read_text())
-    lines = [f"{name:<18} {_format(summary[name])}" for name in SHOWN]
+    path = RunPaths(run).summary
+    if not path.exists():
+        return f"{path} does not exist: the run has not ended; python -m prime_hpc.status {run} shows where it is"
+    summary = json.loads(path.read_text())
+    lines = [f"{name:<18} {_format(summary[name])}" for name in SHOWN if name in summary]
     curve = run / "reward_curve.png"
     if curve.exists():
         lines.append(f"{'reward curve':<18} {curve}")

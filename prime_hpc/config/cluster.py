@@ -1,7 +1,9 @@
 """Configuration of the machines: what each component asks of Slurm, and what a site adds to its jobs."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
 
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
 
@@ -89,7 +91,7 @@ class ComponentsConfig:
 class ClusterConfig(AllocationConfig):
     """The machines. Keys that a component has too hold for every component that does not set them."""
 
-    time: str | None = None
+    time: Annotated[str, Field(coerce_numbers_to_str=False)] | None = None
     """Time limit as Slurm writes it: `MM`, `HH:MM:SS` or `D-HH:MM:SS`, in quotes in a YAML file."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before anything starts: modules, variables, a virtual environment."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-FORBID_UNKNOWN = ConfigDict(extra="forbid")
+FORBID_UNKNOWN = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

@@ -168,8 +168,8 @@ def test_the_name_of_a_run_that_exists_is_refused(finished_run: Path, tiny_model
 
 def test_a_resume_without_a_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     assert refused(tmp_path, *mine(tiny_model), "resume=latest") == [
-        "resume = 'latest': expected `latest`, a step or the path of a complete checkpoint; "
-        f"steps in {tmp_path}/outputs/mine/checkpoints: none"
+        "resume = 'latest': expected a complete checkpoint, and there is none in "
+        f"{tmp_path}/outputs/mine/checkpoints; resume=auto starts anew then"
     ]
 
 

@@ -81,7 +81,7 @@ def test_a_section_without_its_variant_lists_them():
         ({"optimizer": {"max_grad_norm": 0}}, "more than 0.0"),
         ({"env": {"error_budget": 1.5}}, "at most 1.0"),
         ({"trainer": {"compile": "maybe"}}, "true or false"),
-        ({"run": {"output_dir": 3}}, "text"),
+        ({"run": {"output_dir": True}}, "text"),
         ({"run": {"name": "a b"}}, "text that matches ^[A-Za-z0-9][A-Za-z0-9._+-]*$"),
         ({"env": {"train": {}}}, "a list"),
         ({"orchestrator": 3}, "a mapping"),
@@ -122,3 +122,10 @@ def sections(cls: type) -> typing.Iterator[type]:
 def test_every_section_forbids_unknown_keys(section):
     assert section.__pydantic_config__["extra"] == "forbid"
     assert section.__doc__
+
+
+def test_a_number_is_taken_for_text_where_text_is_wanted():
+    config = parse({"resume": 5, "run": {"name": 123}, "cluster": {"memory": 0, "env": {"DEBUG": 1}}})
+    assert (config.resume, config.run.name) == ("5", "123")
+    assert (config.cluster.memory, config.cluster.env) == ("0", {"DEBUG": "1"})
+    assert only({"cluster": {"time": 86400}}).expected == "text", "YAML reads 24:00:00 as this number"
