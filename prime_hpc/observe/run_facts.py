@@ -18,6 +18,7 @@ from prime_hpc.observe.monitor import read_metrics
 from prime_hpc.plan import run_plan
 from prime_hpc.plan.run_plan import RunPlan
 
+DEFAULT_HANG_S = 120.0
 DEFAULT_LEASE_S = 30.0
 
 
@@ -48,6 +49,11 @@ class RunFacts:
     @property
     def lease_s(self) -> float:
         return self.plan.config.get("cluster", {}).get("lease_s", DEFAULT_LEASE_S)
+
+    @property
+    def hang_s(self) -> float:
+        """Without a sign of life for this long, a process is taken to hang."""
+        return self.plan.config.get("recovery", {}).get("hang_s", DEFAULT_HANG_S)
 
     @property
     def live(self) -> bool:

@@ -5,8 +5,6 @@ from prime_hpc.observe.run_facts import RunFacts
 
 GRACE_S = 10.0
 """A wait that ran past its deadline by less than this is about to end by itself."""
-SILENT_S = 60.0
-"""A live process gives a sign far more often."""
 
 
 def chain(process: str, facts: RunFacts) -> list[str]:
@@ -28,7 +26,7 @@ def overdue(facts: RunFacts) -> Beat | None:
 def silent(facts: RunFacts) -> Beat | None:
     """The process that has been without a sign of life for longest, although it has not ended."""
     ended = {name for name, record in facts.records.items() if record.state in ("done", "failed", "stopped")}
-    quiet = [b for b in facts.beats.values() if facts.now - b.time > SILENT_S and b.process not in ended]
+    quiet = [b for b in facts.beats.values() if facts.now - b.time > facts.hang_s and b.process not in ended]
     return min(quiet, key=lambda beat: beat.time, default=None)
 
 
