@@ -1,10 +1,14 @@
 """Fixtures that every test may use."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.models.tiny import make_tiny_model
+
+# a shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ class TrainerRun:
             ranks = [subprocess.Popen([*command, process.name], cwd=REPO, stderr=subprocess.PIPE, text=True,
                                       env={**os.environ, "CUDA_VISIBLE_DEVICES": str(process.index)})
                      for process in self.plan.processes]  # fmt: skip
-            logs = [rank.communicate(timeout=120)[1] for rank in ranks]
+            logs = [rank.communicate(timeout=300)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(logs)
         return self
 

@@ -65,7 +65,8 @@ def test_an_environment_that_does_not_load_is_diagnosed(tmp_path: Path, tiny_mod
 
 
 def test_a_killed_rank_is_to_blame_and_not_the_peer_that_missed_it(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "killed", SKILL, "trainer.ranks=2", "max_steps=500")
+    run = LocalRun(tmp_path, tiny_model, "killed", SKILL, "trainer.ranks=2", "max_steps=500",
+                   "recovery.trainer.on_failure=stop")  # fmt: skip
     run.wait_for_step(1)
     kill(run, "trainer-1")
     code, text = run.wait()

@@ -60,7 +60,7 @@ def test_what_hung_is_named_with_what_it_did_and_its_stacks(survivor: LocalRun) 
     (hang,) = [event for event in survivor.events if event["kind"] == "hang"]
     assert hang["process"] == "trainer-1"
     assert re.match(r"no sign of life for 1\d s, last seen training step [45]", hang["reason"])
-    assert "Current thread" in survivor.log("trainer-1")
+    assert "(most recent call first)" in survivor.log("trainer-1")
 
 
 def test_steps_trained_again_give_the_same_weights_bit_for_bit(survivor: LocalRun) -> None:

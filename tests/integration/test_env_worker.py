@@ -261,6 +261,6 @@ def test_blocking_environment_ends_its_process(orchestrator: Orchestrator, engin
 
 
 def test_missing_environment_is_named(orchestrator: Orchestrator) -> None:
-    assert orchestrator.wait_exit("env-absent-0") == 1
+    assert orchestrator.wait_exit("env-absent-0") == 78
     last = orchestrator.log("env-absent-0").read_text().splitlines()[-1]
     assert "EnvironmentFailure: source 'absent': environment 'absent_environment' does not load" in last

@@ -75,7 +75,7 @@ def test_checkpoints_and_journal_agree(finished: tuple[LocalRun, LocalRun]) -> N
 
 def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path: Path, tiny_model: Path) -> None:
     arguments = (SKILL, "checkpoint.every=2")
-    run = LocalRun(tmp_path, tiny_model, "stopped", "max_steps=50", *arguments)
+    run = LocalRun(tmp_path, tiny_model, "stopped", "max_steps=500", *arguments)
     run.wait_for_step(3)
     run.process.send_signal(signal.SIGINT)
     code, _ = run.wait(60)
