@@ -30,6 +30,9 @@ DUMP_S = 1.0
 SAME_FAILURES = 3
 """So many failures of a unit in a row with the same words and no step between them end the run."""
 
+EVENT_OF_END = {"complete": "complete", "drained": "complete", "stopped": "interrupted", "failed": "stop"}
+"""How each kind of `Ending` is taken down."""
+
 
 class Running(Protocol):
     """A unit that was started."""
@@ -118,7 +121,7 @@ class Supervisor:
         while True:
             ending = self._tick()
             if ending:
-                self._events.add("complete" if ending.kind != "failed" else "stop", ending.kind)
+                self._events.add(EVENT_OF_END[ending.kind], ending.words if ending.kind == "stopped" else ending.kind)
                 return ending
             time.sleep(POLL_S)
 
