@@ -38,7 +38,7 @@ class Child:
 
     def last_lines(self, count: int = 20) -> str:
         """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+        return last_lines(self.log, count)
 
     def group(self) -> list[psutil.Process]:
         """Every live process of its session, itself included, even those whose parent is gone."""
@@ -59,6 +59,11 @@ def spawn(plan: ProcessPlan, gpus_on_node: int, restart: int = 0, *, dies_with_p
                                    start_new_session=True,
                                    preexec_fn=_die_with_parent if dies_with_parent else None)  # fmt: skip
     return Child(plan, process, path)
+
+
+def last_lines(log: Path, count: int = 20) -> str:
+    """The end of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 
 
 def log_file(plan: ProcessPlan, restart: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from prime_hpc.cluster.files import read_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import RESTART_VARIABLE, STOPPING_MARK, stopping_mark
-from prime_hpc.launchers.children import log_file
+from prime_hpc.launchers.children import last_lines, log_file
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
 from prime_hpc.launchers.supervisor import Running
 from prime_hpc.plan.run_plan import RunPlan
@@ -18,7 +18,6 @@ from prime_hpc.plan.units import Unit
 POLL_S = 0.2
 SRUN_LEAVES_S = 20.0
 """An srun that was told to end its step has this long before it is killed."""
-TAIL_LINES = 20
 
 
 class StepUnit:
@@ -52,8 +51,7 @@ class StepUnit:
     def last_words(self, process: str) -> str:
         plan = next(p for p in self.unit.processes if p.name == process)
         log = Path(log_file(plan, self._restart))
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else ["it never started"]
-        return f"the end of {log}:\n\n" + "\n".join(lines[-TAIL_LINES:])
+        return f"the end of {log}:\n\n{last_lines(log) if log.exists() else 'it never started'}"
 
     def _end(self, process: str) -> dict | None:
         return read_json(self._paths.exits / f"{process}.json")
