@@ -151,7 +151,8 @@ def _dummy(sample: Sample, max_tokens: int) -> MicroBatch:
 
 
 def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
-    """Concatenate samples, each cut to `max_tokens`; streams that only some have are filled with their meaning."""
+    """Concatenate samples, those of one adapter together and each cut to `max_tokens`; streams that only some have are
+    filled with their meaning."""
 
     def optional(name: str, fill: float) -> Array | None:
         return None if all(getattr(sample, name) is None for sample in samples) else filled(name, fill)
@@ -166,6 +167,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         parts = [getattr(sample, name).numpy()[:n] for sample, n in zip(samples, lengths, strict=True)]
         return Array.of(np.concatenate(parts), dtype)
 
+    samples = sorted(samples, key=lambda sample: sample.adapter)
     for sample in samples:
         _check_complete(sample)
     lengths = [min(len(sample.token_ids), max_tokens) for sample in samples]
@@ -179,6 +181,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         temperatures=Array.of(np.repeat([sample.temperature for sample in samples], lengths), "f4"),
         seq_lens=lengths,
         sources=[sample.source for sample in samples],
+        adapters=[sample.adapter for sample in samples] if any(s.adapter for s in samples) else [],
         rl_weights=optional("rl_weights", 1.0),
         ce_weights=optional("ce_weights", 0.0),
         ref_kl_weights=optional("ref_kl_weights", 0.0),

@@ -75,8 +75,8 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
-    if optimizer.schedule == "linear" and not optimizer.warmup_steps + optimizer.decay_steps:
-        yield ConfigProblem("optimizer.decay_steps", 0, "warm-up or decay steps for the linear schedule")
+    if optimizer.schedule == "wsd" and not optimizer.decay_steps:
+        yield ConfigProblem("optimizer.decay_steps", 0, "steps of decay, since optimizer.schedule=wsd")
     if optimizer.min_lr > optimizer.lr:
         yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"at most optimizer.lr = {optimizer.lr}")
 

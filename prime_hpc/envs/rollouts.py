@@ -60,6 +60,7 @@ def make_rollout(
                 rollout.seats.append(_seat(trace, len(samples)))
         for index, sample in enumerate(rollout.samples):
             sample.sample_id = f"{request.rollout_id}/{index}"
+            sample.adapter = request.adapter
     return rollout
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from prime_hpc.errors import CorruptData
 from prime_hpc.models.conversion import Piece
 from prime_hpc.models.decoder import CausalLM
+from prime_hpc.models.lora import adapter_of
 from prime_hpc.trainer.model import PolicyModel
 
 INDEX = "model.safetensors.index.json"
@@ -31,7 +32,7 @@ def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
     with ExitStack() as stack, torch.no_grad():
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
         for name, target in named_weights(model):
-            local, slices = _local_part(target)
+            local, slices = local_part(target)
             for piece in model.conversion.pieces(name, target.shape):
                 if piece.name not in files:
                     raise CorruptData(
@@ -46,9 +47,9 @@ def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of a model: its parameters, then its persistent buffers."""
+    """What a checkpoint holds of a model: its parameters but for adapters, then its persistent buffers."""
     persistent = model.state_dict(keep_vars=True).keys()
-    yield from model.named_parameters()
+    yield from ((name, p) for name, p in model.named_parameters() if adapter_of(name) is None)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
@@ -62,7 +63,7 @@ def _copy(stored: Any, piece: Piece, local: torch.Tensor, slices: tuple[slice, .
         local[piece.index - slices[0].start].copy_(stored[slices[1:]])
 
 
-def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """This rank's shard and where it lies in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, n) for n in tensor.shape)

@@ -51,10 +51,12 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids i4[n]; mask bool[n], true on sampled and trainable tokens; logprobs f4[n], of the sampler at its
     temperature, 0 where not sampled; versions i8[n], a packed `PolicyVersion` or `NOT_SAMPLED`; advantages f4[n].
     A component's weights are f4[n]; an absent `rl_weights` stands for ones on the mask, an absent other for zeros.
+    `adapter` is the low-rank adapter that sampled it and trains on it, empty where there is one policy only.
     """
 
     sample_id: str
     source: str
+    adapter: str = ""
     token_ids: Array
     mask: Array
     logprobs: Array
@@ -124,7 +126,10 @@ class WorkerHello(msgspec.Struct, kw_only=True, tag=True):
 
 
 class RunRollout(msgspec.Struct, kw_only=True, tag=True):
-    """Run task number `task_index` of the worker's source once, against the engine at `base_url`."""
+    """Run task number `task_index` of the worker's source once, against the engine at `base_url`.
+
+    `adapter` is put into the samples.
+    """
 
     rollout_id: str
     task_index: int
@@ -134,6 +139,7 @@ class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     sampling: dict[str, float | int | str | None]
     evaluate: bool = False
     time_limit_s: float = 600.0
+    adapter: str = ""
 
 
 class CancelRollout(msgspec.Struct, kw_only=True, tag=True):
@@ -153,7 +159,8 @@ class RolloutDone(msgspec.Struct, kw_only=True, tag=True):
 class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples packed into one row of `sum(seq_lens)` tokens; streams as in `Sample`, all present but the weights.
 
-    `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each.
+    `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each, `adapters` the
+    adapter, whose sequences lie together (empty where there is one policy only).
     """
 
     token_ids: Array
@@ -164,6 +171,7 @@ class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     temperatures: Array
     seq_lens: list[int]
     sources: list[str]
+    adapters: list[str] = []
     rl_weights: Array | None = None
     ce_weights: Array | None = None
     ref_kl_weights: Array | None = None
