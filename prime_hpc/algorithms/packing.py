@@ -8,7 +8,7 @@ import numpy as np
 
 from prime_hpc.algorithms.staleness import single_version
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, RoutedExperts, Sample
 
 Cost = Callable[[list[int]], float]
 """Work of one row that holds sequences of these lengths, in any unit."""
@@ -186,7 +186,19 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         ce_weights=optional("ce_weights", 0.0),
         ref_kl_weights=optional("ref_kl_weights", 0.0),
         ref_logprobs=optional("ref_logprobs", 0.0),
+        routed_experts=_join_routing(samples, lengths),
     )
+
+
+def _join_routing(samples: list[Sample], lengths: list[int]) -> RoutedExperts | None:
+    """The experts of all tokens, -1 for samples without a record; None where none has one."""
+    records = [sample.routed_experts for sample in samples]
+    shape = next(((record.layers, record.top_k) for record in records if record), None)
+    if shape is None:
+        return None
+    parts = [record.numpy()[:n] if record else np.full((n, *shape), -1, dtype=np.int16)
+             for record, n in zip(records, lengths, strict=True)]  # fmt: skip
+    return RoutedExperts.of(np.concatenate(parts))
 
 
 def _check_complete(sample: Sample) -> None:

@@ -33,8 +33,8 @@ def split_by_adapter(micro: MicroBatch) -> list[Tenancy]:
 
 
 def _part(micro: MicroBatch, sequences: slice, tokens: slice) -> MicroBatch:
-    total = sum(micro.seq_lens)
-    streams = {field: Array.of(value.numpy().reshape(total, -1)[tokens].ravel(), value.dtype)
+    """What a loss reads of a part."""
+    streams = {field: Array.of(value.numpy()[tokens], value.dtype)
                for field in micro.__struct_fields__ if isinstance(value := getattr(micro, field), Array)}  # fmt: skip
     lists = {field: getattr(micro, field)[sequences] for field in ("seq_lens", "sources", "adapters")}
-    return msgspec.structs.replace(micro, **streams, **lists)
+    return msgspec.structs.replace(micro, **streams, **lists, routed_experts=None)

@@ -33,3 +33,8 @@ class LoRAConfig:
     @property
     def on(self) -> bool:
         return self.rank > 0
+
+    @property
+    def served(self) -> list[str]:
+        """Adapters that the engines know by name, in the order of their numbers there."""
+        return sorted(self.adapters) if self.on and self.serve == "adapter" else []

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prime_hpc.errors import CorruptData
-from prime_hpc.models.conversion import Piece
+from prime_hpc.models.conversion import Conversion, Piece
 from prime_hpc.models.decoder import CausalLM
 from prime_hpc.models.lora import adapter_of
 from prime_hpc.trainer.model import PolicyModel
@@ -28,12 +28,21 @@ def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
     Raises:
         CorruptData: a tensor is missing or has another shape; its name is in the text.
     """
+    load_tensors(dict(named_weights(model)), model.conversion, directory)
+
+
+def load_tensors(targets: dict[str, torch.Tensor], conversion: Conversion, directory: Path) -> None:
+    """Fill tensors of a model, by their names there, from the safetensors files of `directory`.
+
+    Raises:
+        CorruptData: a tensor is missing or has another shape; its name is in the text.
+    """
     files = _locate(directory)
     with ExitStack() as stack, torch.no_grad():
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
-        for name, target in named_weights(model):
+        for name, target in targets.items():
             local, slices = local_part(target)
-            for piece in model.conversion.pieces(name, target.shape):
+            for piece in conversion.pieces(name, target.shape):
                 if piece.name not in files:
                     raise CorruptData(
                         f"{directory} holds no tensor {piece.name}: it is not a checkpoint of this architecture"

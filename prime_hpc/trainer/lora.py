@@ -39,11 +39,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def merge(lora: LoRA, name: str, weight: Tensor) -> Tensor:
-    """`weight`, the whole values of the parameter `name`, with the update of the first adapter. All ranks must ask."""
+def merge(lora: LoRA, name: str, weight: Tensor, adapter: str) -> Tensor:
+    """`weight`, the whole values of the parameter `name`, with the update of an adapter. All ranks must ask."""
     if name not in lora.updates:
         return weight
-    update = lora.updates[name][lora.adapters[0]]
+    update = lora.updates[name][adapter]
     return weight.float() + lora.scale * (whole(update.b).float() @ whole(update.a).float())
 
 
@@ -57,7 +57,7 @@ def peft_tensors(lora: LoRA, conversion: Conversion, adapter: str) -> Iterator[t
 
 
 def make_peft_folder(directory: Path, config: LoRAConfig, base: str) -> Path:
-    """A new folder with the `adapter_config.json` of an adapter of the model at `base`; returns where its weights go."""
+    """A new folder with the configuration of an adapter of the model at `base`; returns where its weights go."""
     directory.mkdir(parents=True)
     targets = {*config.targets} - {EXPERTS} | ({*EXPERT_MATRICES} if EXPERTS in config.targets else set())
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,

@@ -42,6 +42,7 @@ class BatchTotals:
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
     pairs: dict[str, list[Tensor]] = field(default_factory=dict)
     tokens: int = 0
+    replayed: int = 0
     flops: float = 0.0
 
     def add(self, tenant: str, loss: Tensor, metrics: Metrics) -> None:
@@ -53,29 +54,33 @@ class BatchTotals:
     def count(self, micro: MicroBatch, hf_config: dict) -> None:
         """The work of a row."""
         self.tokens += sum(micro.seq_lens)
+        if micro.routed_experts:
+            self.replayed += int((micro.routed_experts.numpy().min(axis=(1, 2)) >= 0).sum())
         self.flops += spec.train_flops(hf_config, micro.seq_lens)
 
     def reduce(self) -> "BatchResult":
         """The sums over all ranks, the same on each."""
         stacked = torch.stack([torch.stack(pairs).sum(0) for pairs in self.pairs.values()])
         losses = {tenant: torch.stack(parts).sum().item() for tenant, parts in self.losses.items()}
-        mine = {"losses": losses, "tokens": self.tokens, "flops": self.flops,
+        mine = {"losses": losses, "tokens": self.tokens, "replayed": self.replayed, "flops": self.flops,
                 "pairs": dict(zip(self.pairs, stacked.tolist(), strict=True))}  # fmt: skip
         ranks = gather(mine)
         names = sorted({name for rank in ranks for name in rank["pairs"]})
         pairs = {n: [sum(r["pairs"].get(n, (0.0, 0.0))[i] for r in ranks) for i in (0, 1)] for n in names}
         tenants = sorted({tenant for rank in ranks for tenant in rank["losses"]})
         losses = {tenant: sum(rank["losses"].get(tenant, 0.0) for rank in ranks) for tenant in tenants}
-        return BatchResult(losses, *(sum(rank[key] for rank in ranks) for key in ("tokens", "flops")), pairs)
+        tokens, replayed, flops = (sum(rank[key] for rank in ranks) for key in ("tokens", "replayed", "flops"))
+        return BatchResult(losses, tokens, replayed, flops, pairs)
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A batch as all ranks see it: the loss of each tenant that it trains, real tokens, FLOPs of forward and backward,
-    and (sum, count) by name."""
+    """A batch as all ranks see it: the loss of each tenant that it trains, real tokens, tokens whose experts were
+    replayed, FLOPs of forward and backward, and (sum, count) by name."""
 
     losses: dict[str, float]
     tokens: int
+    replayed: int
     flops: float
     pairs: dict[str, list[float]]
 
@@ -86,6 +91,8 @@ class BatchResult:
             means["mismatch/abs_mean"] = means.pop("mismatch/abs")
         if "mismatch/abs" in self.pairs:
             means["mismatch/tokens"] = self.pairs["mismatch/abs"][1]
+        if self.replayed:
+            means["moe/replayed"] = self.replayed / self.tokens
         adapters = {f"adapter/{tenant}/loss": loss for tenant, loss in self.losses.items() if tenant != WHOLE}
         return {"loss": sum(self.losses.values()), "tokens/trained": float(self.tokens), **means, **adapters}
 

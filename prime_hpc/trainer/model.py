@@ -56,8 +56,9 @@ class PackedRow:
         adapters: dict[str, int] = defaultdict(int)
         for adapter, length in zip(micro.adapters, micro.seq_lens, strict=bool(micro.adapters)):
             adapters[adapter] += length
+        replay = micro.routed_experts and torch.tensor(micro.routed_experts.numpy(), device=scored.device)
         return cls(tensors.token_ids, tensors.position_ids, tensors.temperatures, scored, micro.seq_lens,
-                   adapters=adapters)  # fmt: skip
+                   None if replay is None else replay.transpose(0, 1).long(), adapters)  # fmt: skip
 
 
 class PolicyModel(nn.Module):

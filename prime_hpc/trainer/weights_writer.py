@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.models.conversion import Conversion
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import INDEX, SINGLE, named_weights
 from prime_hpc.trainer.lora import make_peft_folder, merge, peft_tensors, whole
@@ -36,7 +37,7 @@ class WeightsWriter:
         wanted = config.trainer.publish_dtype
         self._dtype = config.trainer.dtype if wanted == "auto" else wanted
         self._keep = config.update.keep_versions
-        self._adapters_only = config.lora.on and config.lora.serve == "adapter"
+        self._adapters_only = bool(config.lora.served)
 
     def publish(self, version: PolicyVersion) -> None:
         """Write, seal and announce `weights/vL.S`, then remove versions that nobody needs any more."""
@@ -79,10 +80,10 @@ class WeightsWriter:
         """Fill a new `directory` with a folder for each adapter. They are small, so that rank 0 writes them."""
         if self._world.first:
             shutil.rmtree(directory, ignore_errors=True)
-        config, dtype = self._role.config, getattr(torch, self._dtype)
-        for adapter in self._policy.lora.adapters:
+        config, policy, dtype = self._role.config, self._policy, getattr(torch, self._dtype)
+        for adapter in policy.lora.adapters:
             tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous()
-                       for name, tensor in peft_tensors(self._policy.lora, self._policy.conversion, adapter)}  # fmt: skip
+                       for name, tensor in peft_tensors(policy.lora, policy.conversion, adapter)}  # fmt: skip
             if self._world.first:
                 path = make_peft_folder(directory / adapter, config.lora, config.model.path)
                 self._role.patience.write(path.name, lambda path=path, tensors=tensors: save_tensors(tensors, path))
@@ -99,9 +100,7 @@ class WeightsWriter:
             self._write_file(directory / file, {name: tensors[name] for name in names},
                              mine=i % self._world.size == self._world.rank)  # fmt: skip
         if self._world.first and len(files) > 1:
-            weight_map = {piece.name: file for file, names in files.items() for name in names
-                          for piece in self._policy.conversion.pieces(name, tensors[name].shape)}  # fmt: skip
-            (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+            write_index(directory, files, tensors, self._policy.conversion)
         dist.barrier()
 
     def _write_file(self, path: Path, tensors: dict[str, Tensor], *, mine: bool) -> None:
@@ -110,7 +109,7 @@ class WeightsWriter:
         for name, tensor in tensors.items():
             values = whole(tensor)
             if self._policy.lora:
-                values = merge(self._policy.lora, name, values)
+                values = merge(self._policy.lora, name, values, self._policy.lora.adapters[0])
             for hf_name, part in self._policy.conversion.to_hf(name, values).items() if mine else ():
                 # a copy, as the file format refuses tensors that share memory
                 kept[hf_name] = part.to("cpu", self._published(tensor), copy=True).contiguous()
@@ -148,6 +147,13 @@ def describe_model(directory: Path, model: ModelConfig, dtype: str) -> None:
                 shutil.copyfile(path, directory / path.name)
     config = json.loads((Path(model.path) / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
+
+
+def write_index(directory: Path, files: dict[str, list[str]], tensors: dict[str, Tensor], conversion: Conversion) -> None:
+    """Which of several files holds which tensor of the checkpoint's names."""
+    weight_map = {piece.name: file for file, names in files.items() for name in names
+                  for piece in conversion.pieces(name, tensors[name].shape)}  # fmt: skip
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

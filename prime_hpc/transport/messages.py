@@ -45,6 +45,28 @@ class PolicyVersion(msgspec.Struct, array_like=True, frozen=True, order=True):
         return cls(int(lineage), int(step))
 
 
+class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
+    """The experts that computed each of n tokens in each layer when they were sampled: [n, layers, top_k], in order.
+
+    -1 where there is no record; without meaning for dense layers.
+    """
+
+    layers: int
+    top_k: int
+    ids: Array
+
+    @classmethod
+    def of(cls, experts: np.ndarray) -> "RoutedExperts":
+        """Pack integers [n, layers, top_k], a byte each where that holds them."""
+        _, layers, top_k = experts.shape
+        small = experts.size and experts.min() >= 0 and experts.max() < 256
+        return cls(layers, top_k, Array.of(experts.ravel(), "u1" if small else "i2"))
+
+    def numpy(self) -> np.ndarray:
+        """A read-only view of shape [n, layers, top_k]."""
+        return self.ids.numpy().reshape(-1, self.layers, self.top_k)
+
+
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A contiguous token sequence ready to train on; every stream has the length of `token_ids`.
 
@@ -67,6 +89,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     ce_weights: Array | None = None
     ref_kl_weights: Array | None = None
     ref_logprobs: Array | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -176,6 +199,7 @@ class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     ce_weights: Array | None = None
     ref_kl_weights: Array | None = None
     ref_logprobs: Array | None = None
+    routed_experts: RoutedExperts | None = None
 
     def position_ids(self) -> np.ndarray:
         """i8[n]: positions that restart at 0 with every packed sequence."""

@@ -44,7 +44,8 @@ def digest_file(path: Path) -> str:
 
 def seal(directory: Path, version: PolicyVersion, dtype: str) -> WeightsManifest:
     """Write the manifest over the safetensors files of `directory` (flushed to disk)."""
-    files = {str(p.relative_to(directory)): FileEntry(bytes=p.stat().st_size, digest=digest_file(p)) for p in _tensors(directory)}
+    files = {str(p.relative_to(directory)): FileEntry(bytes=p.stat().st_size, digest=digest_file(p))
+             for p in _tensors(directory)}  # fmt: skip
     manifest = WeightsManifest(version=str(version), dtype=dtype, files=files, digest=_combine(files))
     write_atomic(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     return manifest

@@ -51,7 +51,7 @@ def test_fresh_updates_change_nothing_and_trained_ones_equal_merged_weights(fami
     lora = adapt(model, ["a"])
     changed = set()
     for name, parameter in merged.named_parameters():
-        weight = merge(lora, name, parameter.detach())
+        weight = merge(lora, name, parameter.detach(), "a")
         changed |= {name} if weight is not parameter and not torch.equal(weight, parameter) else set()
         parameter.data = weight
     assert {name.rsplit("_proj", 1)[0].rpartition(".")[2] for name in changed} == {
