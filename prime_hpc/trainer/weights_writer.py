@@ -149,7 +149,9 @@ def describe_model(directory: Path, model: ModelConfig, dtype: str) -> None:
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
 
-def write_index(directory: Path, files: dict[str, list[str]], tensors: dict[str, Tensor], conversion: Conversion) -> None:
+def write_index(
+    directory: Path, files: dict[str, list[str]], tensors: dict[str, Tensor], conversion: Conversion
+) -> None:
     """Which of several files holds which tensor of the checkpoint's names."""
     weight_map = {piece.name: file for file, names in files.items() for name in names
                   for piece in conversion.pieces(name, tensors[name].shape)}  # fmt: skip
