@@ -1,4 +1,4 @@
-"""A whole run on the fake engine: two sources with an adapter each, on a mixture of experts whose routing is replayed."""
+"""A run on the fake engine: two sources with an adapter each, on a mixture of experts whose routing is replayed."""
 
 from pathlib import Path
 
@@ -16,8 +16,9 @@ def test_adapters_and_recorded_experts_reach_the_trainer(tmp_path: Path) -> None
     save_model("glm4_moe", tmp_path / "model")
     make_char_tokenizer(tmp_path / "model")
     engine = "inference.engine_args={skill0: 0.5, skill_per_version: 0, routing: [3, 8, 3]}"
-    run = LocalRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, "trainer.router_replay=true",
-                   "lora.rank=2", "lora.adapters=[a,b]", "optimizer.lr=1e-3", "update.keep_versions=9")  # fmt: skip
+    lora = ("lora.rank=2", "lora.adapters=[a,b]", "optimizer.lr=1e-3", "update.keep_versions=9")
+    run = LocalRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, *lora,
+                   "trainer.router_replay=true")  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
     steps = [row for row in run.metrics if "loss" in row]
