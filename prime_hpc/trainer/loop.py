@@ -81,12 +81,9 @@ def run(role: Role) -> None:
 def forward_backward(
     policy: PolicyModel, batch: RankBatch, role: Role, world: distributed.World, version: PolicyVersion
 ) -> BatchResult:
-    """Accumulate the gradient of the batch's loss; `version` is that of the weights. The result is alike on all ranks.
-
-    FSDP averages gradients over ranks while the loss is a sum over them, hence the factor.
-    """
+    """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
     rows = [(micro, split_by_adapter(micro)) for micro in batch.micro_batches]
-    counts = _count_tokens(policy, [part for _, parts in rows for part in parts])
+    counts = _count_tokens(policy, [part for _, parts in rows for part in parts], world)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
     for micro, parts in rows:
         tensors = MicroBatchTensors.of(micro, world.device)
@@ -99,22 +96,23 @@ def forward_backward(
                                         counts[tenant], version.pack())  # fmt: skip
             loss = loss + own
             totals.add(tenant, own, metrics)
-        (loss * world.size).backward()
+        loss.backward()
         totals.count(micro, hf_config)
-    result = totals.reduce()
+    result = totals.reduce(world)
     # alone, an adapter would not see this batch if it had nothing to train on
     losses = {tenant: loss for tenant, loss in result.losses.items() if tenant == WHOLE or counts[tenant]}
     return replace(result, losses=losses)
 
 
-def _count_tokens(policy: PolicyModel, parts: list[Tenancy]) -> dict[str, TokenCounts]:
+def _count_tokens(policy: PolicyModel, parts: list[Tenancy], world: distributed.World) -> dict[str, TokenCounts]:
     """The normalisers of each tenant, over the rows of all ranks."""
     micros: dict[str, list[MicroBatch]] = {tenant: [] for tenant in policy.tenants()}
     for part in parts:
         micros[policy.tenant_of(part.adapter)].append(part.micro)
     counts = torch.stack([count_tokens(own).tensor() for own in micros.values()])
     dist.all_reduce(counts)
-    return {tenant: TokenCounts.from_tensor(row) for tenant, row in zip(micros, counts, strict=True)}
+    return {tenant: TokenCounts.from_tensor(row // world.row_ranks)
+            for tenant, row in zip(micros, counts, strict=True)}  # fmt: skip
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
@@ -132,7 +130,7 @@ def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int
 def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> BatchSource:
     if role.config.mode == "sft":
         return SFTSource(role, world, policy)
-    return open_source(role, world.rank, world.size)
+    return open_source(role, world.dp_rank, world.dp_size, asks=world.rank % world.row_ranks == 0)
 
 
 def _report(
