@@ -15,7 +15,8 @@ from prime_hpc.cluster import control
 from prime_hpc.cluster.files import read_json, write_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE
-from prime_hpc.cluster.role import RESTART_VARIABLE, UNIT_VARIABLE, is_stopping
+from prime_hpc.cluster.role import RESTART_VARIABLE, UNIT_VARIABLE
+from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.children import Child, spawn
 from prime_hpc.launchers.slurm.allocation import job_of
@@ -73,7 +74,7 @@ def _forward_signals(child: Child, unit: Unit, paths: RunPaths) -> None:
 
     def end(number: int, _: object) -> None:
         failed = any((read_json(paths.exits / f"{p.name}.json") or {}).get("exit_code") for p in unit.processes)
-        if failed or is_stopping(paths, unit.name):
+        if failed or StoppingMarks(paths).stands(unit.name):
             child.process.send_signal(number)
         else:
             control.ask(paths.control, "drain", "Slurm is about to end the job", by=child.name, goes_on=True)
