@@ -17,7 +17,7 @@ from prime_hpc.cluster import secrets
 from prime_hpc.cluster.beats import Heart
 from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
-from prime_hpc.cluster.lease import LeaseReader
+from prime_hpc.cluster.lease import EXIT_FENCED, LeaseReader
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.patience import Patience
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
@@ -31,8 +31,6 @@ DRAIN_MARK = "drain"
 UNIT_VARIABLE = "PRIME_HPC_UNIT"
 """Tells a task under Slurm which unit it belongs to; SLURM_PROCID then says which of its processes it is."""
 LEAVE_GRACE_S = 10.0
-EXIT_FENCED = 75
-"""Exit code of a process that left because its attempt lost the lease."""
 EXIT_FINAL = 78
 """Exit code of a process that would fail again if it were started again."""
 RESTART_VARIABLE = "PRIME_HPC_RESTART"

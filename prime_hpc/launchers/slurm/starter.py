@@ -11,6 +11,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import RESTART_VARIABLE
 from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.launchers.children import last_lines, log_file
+from prime_hpc.launchers.slurm.hosts import Hosts
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
 from prime_hpc.launchers.supervisor import Running
 from prime_hpc.plan.run_plan import RunPlan
@@ -61,19 +62,27 @@ class StepUnit:
 class StepStarter:
     """Starts steps in the job around this process."""
 
-    def __init__(self, plan: RunPlan):
-        self._plan = plan
+    def __init__(self, plan: RunPlan, hosts: Hosts):
+        self._plan, self._hosts = plan, hosts
         self._paths = RunPaths(Path(plan.run_dir))
         self._marks = StoppingMarks(self._paths)
 
     def start(self, unit: Unit, restart: int) -> StepUnit:
+        """Start the step of a unit, again only on nodes that are still there and fit.
+
+        Raises:
+            NodesLost: they are not, and no spare is left.
+        """
+        if restart:
+            self._hosts.settle([unit])
         self._marks.lift(unit.name)
         for process in unit.processes:
             (self._paths.exits / f"{process.name}.json").unlink(missing_ok=True)
         environment = {**step_environment(os.environ), RESTART_VARIABLE: str(restart)}
         output = self._paths.logs(self._plan.attempt) / f"{unit.name}.srun.log"
+        command = step_command(self._plan, unit, self._hosts.of(unit))
         with output.open("ab") as log:
-            srun = subprocess.Popen(step_command(self._plan, unit), env=environment, stdout=log, stderr=log)
+            srun = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return StepUnit(self._plan, unit, restart, srun)
 
     def stop(self, running: list[Running], grace_s: float) -> None:
