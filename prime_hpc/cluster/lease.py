@@ -36,6 +36,10 @@ class LeaseKeeper:
         self._closed.set()
         self._thread.join()
 
+    def held(self) -> bool:
+        """Whether no newer attempt has begun."""
+        return (read_json(self._path) or {}).get("attempt") == self._attempt
+
     def _run(self) -> None:
         while not self._closed.wait(self._period):
             self._renew()

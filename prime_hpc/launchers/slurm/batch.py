@@ -32,7 +32,7 @@ from prime_hpc.launchers.slurm.allocation import MAIN, Job, jobs
 from prime_hpc.launchers.slurm.deadline import Deadline
 from prime_hpc.launchers.slurm.executor import submit, submit_missing
 from prime_hpc.launchers.slurm.hosts import Hosts
-from prime_hpc.launchers.slurm.queue import STARTED, SUBMITTED, moment
+from prime_hpc.launchers.slurm.queue import STARTED, SUBMITTED, moment, state
 from prime_hpc.launchers.slurm.starter import StepStarter
 from prime_hpc.launchers.startup import Startup
 from prime_hpc.launchers.supervisor import Supervisor
@@ -127,7 +127,9 @@ def next_attempt(plan: RunPlan) -> RunPlan | None:
 def _go_on(plan: RunPlan, job: Job, job_id: str, view: View) -> None:
     """Have Slurm run this job again, or submit a successor of the run that starts once this job has ended."""
     cluster = plan.typed_config().cluster
-    if cluster.requeue:
+    if state(job_id) not in (None, "RUNNING"):
+        view.say("Slurm has ended this job already")
+    elif cluster.requeue:
         view.say("going on in this job, which Slurm starts again")
         # Slurm ends this process, and often scontrol before it has said anything
         asked = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True)
@@ -153,7 +155,8 @@ def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[None]:
         yield
     finally:
         lease.close()
-        secrets.remove(paths.root)
+        if lease.held():  # else they are those of a newer attempt
+            secrets.remove(paths.root)
 
 
 def _await_main(paths: RunPaths, attempt: int, timeout_s: float) -> RunPlan:
