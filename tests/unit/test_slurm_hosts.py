@@ -16,7 +16,7 @@ COMMANDS = {
     "scontrol": "echo $3 | tr , '\\n'",
     "squeue": "cat {folder}/states",
     "srun": 'echo "$@" >> {folder}/steps; for name in $(cat {folder}/unfit); do '
-            'case "$*" in *"--nodelist=$name "*) echo started; echo "$name: 0 of 4 GPUs"; exit 1;; esac; done',
+            'case "$*" in *"--nodelist=$name "*) echo started; echo "$name: 0 of 4 GPUs"; echo "srun: failed" >&2; exit 1;; esac; done',
 }  # fmt: skip
 
 

@@ -83,10 +83,13 @@ class Hosts:
         """What a host of a block lacks, None for a fit one."""
         try:
             done = subprocess.run(self._check(number, host), env=step_environment(os.environ), text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CHECK_S)  # fmt: skip
+                                  capture_output=True, timeout=CHECK_S)  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"no answer for {CHECK_S:.0f} s"
-        return (done.stdout.strip().splitlines() or ["no answer"])[-1] if done.returncode else None
+        said = (
+            done.stdout.strip() or done.stderr.strip() or "no answer"
+        )  # srun's own words only where there is no other
+        return said.splitlines()[-1] if done.returncode else None
 
     def _check(self, number: int, host: str) -> list[str]:
         """The srun command line that runs the preflight check on one host."""
