@@ -12,12 +12,13 @@ from prime_hpc.plan.run_plan import RunPlan
 from tests.unit.test_slurm_steps import make_plan, unit
 
 SPARES = [f"cluster.components.{name}.spare_nodes=1" for name in ("orchestrator", "inference", "trainer")]
-COMMANDS = {
-    "scontrol": "echo $3 | tr , '\\n'",
-    "squeue": "cat {folder}/states",
-    "srun": 'echo "$@" >> {folder}/steps; for name in $(cat {folder}/unfit); do '
-            'case "$*" in *"--nodelist=$name "*) echo started; echo "$name: 0 of 4 GPUs"; echo "srun: failed" >&2; exit 1;; esac; done',
-}  # fmt: skip
+SRUN = """
+echo "$@" >> {folder}/steps
+for name in $(cat {folder}/unfit); do
+  case "$*" in *"--nodelist=$name "*) echo started; echo "$name: 0 of 4 GPUs"; echo "srun: failed" >&2; exit 1;; esac
+done
+"""
+COMMANDS = {"scontrol": "echo $3 | tr , '\\n'", "squeue": "cat {folder}/states", "srun": SRUN}
 
 
 @pytest.fixture

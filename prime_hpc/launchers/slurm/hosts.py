@@ -86,9 +86,8 @@ class Hosts:
                                   capture_output=True, timeout=CHECK_S)  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"no answer for {CHECK_S:.0f} s"
-        said = (
-            done.stdout.strip() or done.stderr.strip() or "no answer"
-        )  # srun's own words only where there is no other
+        # srun's own words only where the check has said nothing
+        said = done.stdout.strip() or done.stderr.strip() or "no answer"
         return said.splitlines()[-1] if done.returncode else None
 
     def _check(self, number: int, host: str) -> list[str]:
