@@ -45,7 +45,7 @@ class SlurmRun(RunDirectory):
         assert self.launched.returncode == 0, self.launched.stdout + self.launched.stderr
         self.job = find(load(self.root / "plan.json"))
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 180) -> None:
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come; the job said\n{self.output[-4000:]}"
@@ -54,7 +54,7 @@ class SlurmRun(RunDirectory):
     def until_step(self, step: int) -> None:
         self.until(lambda: max(self.reported, default=0) >= step, f"step {step}")
 
-    def until_complete(self, timeout_s: float = 300) -> None:
+    def until_complete(self, timeout_s: float = 1200) -> None:
         self.until(lambda: (self.root / "rendezvous" / "complete").exists() and not self.sandbox.jobs(), "the end",
                    timeout_s)  # fmt: skip
 

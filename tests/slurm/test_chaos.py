@@ -34,7 +34,7 @@ def test_a_run_saves_before_the_time_limit_and_goes_on(
     run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=24", "cluster.time='00:02:00'",
                    "cluster.signal_s=30", f"cluster.requeue={requeue}".lower(), SLOW_TOKENS,
                    faults=long_saves)  # fmt: skip
-    run.until_complete(900)
+    run.until_complete()
     assert_whole(run, 24)
     assert "draining, as the supervisor asked" in run.output
     jobs = {path.stem.removeprefix("job_") for path in (run.root / "logs").glob("job_*.log")}
@@ -148,7 +148,7 @@ def test_spares_take_the_place_of_an_unfit_node_and_of_a_lost_one(tmp_path: Path
         slurm.kill_node("node2")
         slurm.give_up("node2")
         run.until(lambda: "node3 takes the place of node2" in run.output, "the spare")
-        run.until_complete(400)
+        run.until_complete()
         assert_whole(run, 60)
         assert run.attempts == [1]
         assert run.record("inference-0")["host"] == "node3"

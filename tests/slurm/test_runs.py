@@ -78,7 +78,7 @@ def test_linked_engines_follow_the_main_job_and_may_come_and_go(
     assert run.job_ids == [main, engines], "the engines' job went on"
     slurm.run(["scontrol", "requeue", engines])
     slurm.wait(engines, "PENDING")
-    run.until_complete(500)
+    run.until_complete()
     assert_whole(run, 60)
     assert run.attempts == [1, 2]
 
@@ -96,7 +96,7 @@ def test_two_jobs_on_the_same_nodes_do_not_disturb_one_another(
     assert hosts[0] == hosts[1]
     assert max(first.reported) < 20, "both work at the same time"
     for run in (first, second):
-        run.until_complete(500)
+        run.until_complete()
         assert_whole(run, 20)
         assert run.attempts == [1] and {event["kind"] for event in run.events} == {"start", "complete"}
         assert set(slurm.sacct(run.job.job_id).values()) == {"COMPLETED"}
