@@ -55,8 +55,8 @@ class SlurmRun(RunDirectory):
         self.until(lambda: max(self.reported, default=0) >= step, f"step {step}")
 
     def until_complete(self, timeout_s: float = 1200) -> None:
-        self.until(lambda: (self.root / "rendezvous" / "complete").exists() and not self.sandbox.jobs(), "the end",
-                   timeout_s)  # fmt: skip
+        self.until(lambda: not self.sandbox.jobs(), "the end", timeout_s)
+        assert (self.root / "rendezvous" / "complete").exists(), self.output[-4000:]
 
     @property
     def attempts(self) -> list[int]:
