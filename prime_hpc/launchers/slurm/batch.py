@@ -76,7 +76,7 @@ def run_job(plan: RunPlan, job: Job) -> int:
         interrupted = None
         try:
             ending = supervisor.run()
-            code, goes_on = EXIT_FENCED if ending.kind == "fenced" else verdict(ending, paths, view), ending.goes_on
+            code, goes_on = verdict(ending, paths, view), ending.goes_on
         except NodesLost as lost:
             interrupted, code, goes_on = str(lost), 1, True
             view.say(interrupted)
