@@ -98,7 +98,7 @@ def check(root: Path, steps: int) -> list[str]:
     """Promises of the run at `root` that were broken."""
     fates: dict[str, int] = {}
     cut = []
-    for record, _ in read(root / "rollouts" / "journal.bin"):
+    for record, _ in read(root / "rollouts" / "journal"):
         match record:
             case GroupOpened():
                 fates[record.group_id] = 0

@@ -60,7 +60,7 @@ class RunPaths:
 
     @property
     def journal(self) -> Path:
-        return self.rollouts / "journal.bin"
+        return self.rollouts / "journal"
 
     @property
     def job(self) -> Path:

@@ -56,12 +56,12 @@ class RunDirectory:
     @property
     def cut(self) -> list[int]:
         """Steps whose batches were cut, by the journal."""
-        return [r.step for r, _ in read(self.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)]
+        return [r.step for r, _ in read(self.root / "rollouts" / "journal") if isinstance(r, BatchCut)]
 
     def ledger(self) -> dict[str, list[str]]:
         """Where every group that was ever opened went, by the journal: a batch, a reason for dropping it, or `open`."""
         fates: dict[str, list[str]] = {}
-        for record, _ in read(self.root / "rollouts" / "journal.bin"):
+        for record, _ in read(self.root / "rollouts" / "journal"):
             match record:
                 case GroupOpened():
                     fates[record.group_id] = []

@@ -13,13 +13,13 @@ from prime_hpc.transport.weights import published_versions, verify
 from tests.integration.runs import LocalRun
 
 EVEN = "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}"
-QUICK = (EVEN, "checkpoint.every=3", "recovery.backoff_s=0.2", "recovery.hang_s=10")
+QUICK = (EVEN, "checkpoint.every=3", "checkpoint.keep_last=100", "recovery.backoff_s=0.2", "recovery.hang_s=10")
 
 
 def assert_whole(run: LocalRun, steps: int) -> None:
     """Every step was reported once and every group has one fate: what a run promises whatever happened to it."""
     assert run.reported == list(range(1, steps + 1))
-    assert [r.step for r, _ in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)] == list(
+    assert [r.step for r, _ in read(run.root / "rollouts" / "journal") if isinstance(r, BatchCut)] == list(
         range(1, steps + 1)
     )
     assert all(len(fate) == 1 for fate in run.ledger().values())
