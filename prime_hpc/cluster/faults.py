@@ -3,6 +3,7 @@
 The variable holds a JSON list of `Fault`. Points are named `<phase>.before`, `<phase>.during` and `<phase>.after`.
 """
 
+import logging
 import os
 import signal
 from collections import Counter
@@ -23,6 +24,11 @@ class Fault(msgspec.Struct, kw_only=True):
     action: Literal["SIGKILL", "SIGSTOP", "raise"]
     count: int = 1
     restart: int = 0
+
+    @property
+    def told(self) -> str:
+        """What the process logs before it happens."""
+        return f"a fault that was asked for at {self.point}: {self.action}"
 
 
 class Faults:
@@ -48,6 +54,7 @@ class Faults:
 
 
 def _act(fault: Fault) -> None:
+    logging.getLogger(fault.process).warning(fault.told)
     if fault.action == "raise":
         raise InfrastructureFailure(f"a fault that was asked for at {fault.point}")
     os.kill(os.getpid(), getattr(signal, fault.action))

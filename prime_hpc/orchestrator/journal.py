@@ -1,8 +1,9 @@
 """The orchestrator's append-only journal: what was drawn, what finished, what went into which batch.
 
 Replaying it rebuilds the scheduler: groups that are ready, groups with rollouts missing (their task keeps its id), and
-how many tasks each source has drawn. A new segment begins at every complete checkpoint, with the state that all before
-it have left; a segment goes once no checkpoint that is kept needs it.
+how many tasks each source has drawn. A new segment begins with every start of the orchestrator, so that what one that
+was fenced off still writes reaches nobody, and at every complete checkpoint. Its first record is the state that all
+before it have left. A segment goes once no checkpoint that is kept needs it.
 """
 
 import os
@@ -69,12 +70,6 @@ class GroupsDropped(msgspec.Struct, tag=True, kw_only=True):
     reason: str
 
 
-class AttemptStarted(msgspec.Struct, tag=True, kw_only=True):
-    """An attempt of the run opened the journal for the first time."""
-
-    attempt: int
-
-
 class RecordedGroup(msgspec.Struct, kw_only=True):
     """A group as the journal tells it."""
 
@@ -106,7 +101,7 @@ class JournalState(msgspec.Struct, tag=True, kw_only=True):
     fates: dict[str, int] = {}
     """What became of those that are no longer among `groups`: how many were trained, or dropped for which reason."""
     step: int = 0
-    attempt: int = 0
+    attempt: int = 1
     memory: Memory = msgspec.field(default_factory=Memory)
     """As of the last batch."""
     drawn: list[str] = []
@@ -130,8 +125,6 @@ class JournalState(msgspec.Struct, tag=True, kw_only=True):
             case GroupsDropped():
                 for group_id in record.group_ids:
                     self._close(group_id, record.reason)
-            case AttemptStarted():
-                self.attempt = record.attempt
 
     def cover(self, step: int) -> None:
         """Let go of the batches up to `step`, since a checkpoint covers them."""
@@ -143,7 +136,7 @@ class JournalState(msgspec.Struct, tag=True, kw_only=True):
         return self.groups.pop(group_id)
 
 
-Record = GroupOpened | RolloutFinished | BatchCut | GroupsDropped | AttemptStarted | JournalState
+Record = GroupOpened | RolloutFinished | BatchCut | GroupsDropped | JournalState
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 
@@ -160,15 +153,16 @@ class Journal:
         self._open(segment)
 
     @classmethod
-    def start(cls, directory: Path) -> "Journal":
+    def start(cls, directory: Path, *, attempt: int = 1) -> "Journal":
         """A journal without records; one that lies in `directory` is replaced."""
         shutil.rmtree(directory, ignore_errors=True)
-        state = JournalState()
+        state = JournalState(attempt=attempt)
         return cls(directory, begin_segment(directory, 0, _encoder.encode(state)), state)
 
     @classmethod
-    def reopen(cls, directory: Path, covered: int = 0, offset: int = 0, *, rewind: bool = False) -> "Journal":
-        """Replay the journal and go on with it.
+    def reopen(cls, directory: Path, covered: int = 0, offset: int = 0, *, rewind: bool = False,
+               attempt: int = 1) -> "Journal":  # fmt: skip
+        """Replay the journal and go on with it in a new segment.
 
         `covered` is the step of the checkpoint that the trainer goes on from, `offset` the journal's in it. Batches up
         to that step are let go; with `rewind` everything behind `offset` is, else every whole record is kept.
@@ -181,12 +175,11 @@ class Journal:
         if end < offset:
             raise CorruptData(f"{directory} is whole up to offset {end}, the checkpoint wants {offset}: the journal "
                               "was cut")  # fmt: skip
-        *_, newest = (segment for segment in find_segments(directory) if segment.base < end)
         for segment in find_segments(directory):
             if segment.base >= end:
                 segment.path.unlink()
-        os.truncate(newest.path, end - newest.base)
-        return cls(directory, newest, state)
+        state.attempt = attempt
+        return cls(directory, begin_segment(directory, end, _encoder.encode(state)), state)
 
     @property
     def offset(self) -> int:
@@ -266,17 +259,15 @@ def open_journal(role: Role, checkpoint: CheckpointManifest | None) -> Journal:
     later attempt goes on with all of it, unless it was told to go back to an older checkpoint; so does a later start
     within an attempt, whatever the attempt itself was told.
     """
-    directory = role.paths.journal
+    directory, attempt = role.paths.journal, role.plan.attempt
     covered, offset = (checkpoint.step, checkpoint.journal_offset) if checkpoint else (0, 0)
-    known = (role.plan.attempt > 1 or role.restart > 0) and bool(find_segments(directory))
-    goes_back = known and role.plan.rewind and _attempt(directory) != role.plan.attempt
+    known = (attempt > 1 or role.restart > 0) and bool(find_segments(directory))
+    goes_back = known and role.plan.rewind and _last_attempt(directory) != attempt
     if not known or goes_back and not offset:
-        journal = Journal.start(directory)
+        journal = Journal.start(directory, attempt=attempt)
     else:
-        journal = Journal.reopen(directory, covered, offset, rewind=goes_back)
+        journal = Journal.reopen(directory, covered, offset, rewind=goes_back, attempt=attempt)
     journal.patience = role.patience
-    if journal.state.attempt != role.plan.attempt:
-        journal.append(AttemptStarted(attempt=role.plan.attempt), durable=True)
     return journal
 
 
@@ -287,6 +278,7 @@ def _from_newest(directory: Path, upto: int | None) -> Iterator[Iterator[tuple[A
         yield ((_decoder.decode(payload), end) for payload, end in read_segments(segments[i:], upto))
 
 
-def _attempt(directory: Path) -> int:
-    """The attempt that last wrote to a journal."""
-    return max((r.attempt for r, _ in read(directory) if isinstance(r, AttemptStarted | JournalState)), default=0)
+def _last_attempt(directory: Path) -> int:
+    """The attempt that last opened a journal."""
+    state, _ = next(next(_from_newest(directory, None)))
+    return state.attempt

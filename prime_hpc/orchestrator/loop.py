@@ -104,6 +104,7 @@ class Orchestrator:
         That is where the newest checkpoint was damaged, and the trainer went back to one before it.
         """
         if request.checkpointed > self.journal.state.covered:
+            self.role.lease.check()
             self.journal.cover(request.checkpointed, oldest_offset(self.role.paths.checkpoints))
         async with self._shipping_again:
             if request.step <= self.versions.shipped and not self.shelf.holds(request.step):
@@ -156,6 +157,7 @@ class Orchestrator:
 
     async def _ship(self, batch: Batch) -> None:
         self.role.reach("batch.before")
+        self.role.lease.check()
         group_ids, sample_ids = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
         memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
         cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids,

@@ -25,11 +25,6 @@ class Segment:
     path: Path
     base: int
 
-    @property
-    def end(self) -> int:
-        """The offset behind its last byte."""
-        return self.base + self.path.stat().st_size
-
 
 def find_segments(directory: Path) -> list[Segment]:
     """All segments, oldest first."""
@@ -52,21 +47,17 @@ def frame(payload: bytes) -> bytes:
 def read_segments(segments: Sequence[Segment], upto: int | None = None) -> Iterator[tuple[bytes, int]]:
     """Records of segments that follow one another, each with the offset behind it, up to the offset `upto`.
 
-    Without `upto` what a crash tore off at the very end is left out.
+    A segment counts up to where the next begins; what lies behind that was torn off by a crash, or written by a process
+    that was fenced off. Without `upto` what a crash tore off at the very end is left out.
 
     Raises:
         SchemaMismatch: a file is no segment of this schema version.
         CorruptData: a record is damaged, or one is missing before `upto` or before the next segment.
     """
     for segment, following in zip(segments, [*segments[1:], None], strict=True):
-        if upto is not None and segment.base >= upto:
-            return
-        last, end = following is None or upto is not None and following.base >= upto, segment.base
-        for payload, end in _scan(segment, upto if last else following.base):
-            yield payload, end
-        if not last and end != following.base:
-            raise CorruptData(f"{segment.path} ends at offset {end}, the next segment begins at {following.base}: "
-                              "the journal was cut")  # fmt: skip
+        ends = [end for end in (upto, following and following.base) if end is not None]
+        if upto is None or segment.base < upto:
+            yield from _scan(segment, min(ends, default=None))
 
 
 def _scan(segment: Segment, upto: int | None) -> Iterator[tuple[bytes, int]]:
