@@ -1,6 +1,8 @@
 """Whole runs on the fake engine in which processes die, hang or raise: the run goes on and nothing is lost."""
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from prime_hpc.cluster import control
 from prime_hpc.cluster.faults import Fault
 from prime_hpc.orchestrator.journal import BatchCut, read
+from prime_hpc.plan.run_plan import read_forks
+from prime_hpc.transport.checkpoints import complete_steps
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import published_versions, verify
 from tests.integration.runs import LocalRun
@@ -117,3 +121,32 @@ def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: LocalRun, tiny_m
     assert code == 0, text
     assert run.reported == run.cut == [13, 14, 15], "on one rank instead of two"
     assert run.summary["steps"] == 15 and survivor.summary["steps"] == 12
+
+
+def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that_time(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run = LocalRun(tmp_path, tiny_model, "damaged", "max_steps=40", "update.keep_versions=50", *QUICK)
+    run.wait_for_step(10)
+    oldest, *newer = complete_steps(run.root / "checkpoints")
+    for step in newer:
+        next((run.root / "checkpoints" / f"step_{step}").glob("*.distcp")).write_bytes(b"damaged")
+    os.kill(run.record("trainer-0")["pid"], signal.SIGKILL)
+    code, text = run.wait()
+    assert code == 0, text
+    assert read_forks(run.root / "forks.json")[0].step == oldest
+    assert_whole(run, 40)
+    assert kinds(run, "orchestrator") == [], "it took the batches from its journal without a restart"
+
+
+def test_a_source_past_its_error_budget_has_the_run_save_and_leave(tmp_path: Path, tiny_model: Path) -> None:
+    """Of three tasks in turn the first ends well, and two have graders that fail: 12 of 20 episodes."""
+    zoo = "env.train=[{id: tests.integration.zoo, order: {name: sequential}, num_tasks: 3, sampling: {max_tokens: 8}}]"
+    run = LocalRun(tmp_path, tiny_model, "paused", "max_steps=50", "seq_len=256", zoo, "pause.max_s=3",
+                   "orchestrator.drop_zero_advantage=false", EVEN)  # fmt: skip
+    code, text = run.wait()
+    assert code == 1
+    assert re.search(r"EnvironmentFailure: \d\d% of the last \d+ episodes of zoo failed, .*a pause of 3 s", text)
+    steps = run.summary["steps"]
+    assert steps >= 1 and run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
+    assert run.reported == list(range(1, steps + 1)) and not run.survivors()
