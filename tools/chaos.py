@@ -62,7 +62,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell; `seconds` from when the supervisor saw the failure until the unit was back at work."""
+    """What became of a cell; `seconds` from when the supervisor saw the failure until the unit was back at work.
+
+    Where the next failure came before that, they last until the unit has recovered from both.
+    """
 
     cell: Cell
     result: str
@@ -105,7 +108,7 @@ def outcomes(root: Path, faults: Iterable[Fault]) -> Iterator[Outcome]:
 def _recovery(cell: Cell, restart: int, events: list[Event]) -> Outcome:
     mine = [e for e in events if e.unit == UNITS.get(cell.process, cell.process)]
     failed = next((e for e in mine if e.kind in ("exit", "hang") and e.restart == restart), None)
-    back = next((e for e in mine if e.kind == "recovered" and e.restart == restart + 1), None)
+    back = next((e for e in mine if e.kind == "recovered" and e.restart > restart), None)
     return Outcome(cell, RECOVERED, back.time - failed.time) if failed and back else Outcome(cell, ENDED)
 
 
@@ -119,11 +122,16 @@ def render(rows: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def run(out: Path, steps: int, cells: Iterable[Cell], model: Path, *overrides: str) -> tuple[int, list[Outcome], Path]:
-    """The exit code of a run in which the cells happen, what became of each, and where the run lies."""
+def run(
+    launcher: str, out: Path, steps: int, cells: Iterable[Cell], model: Path, *overrides: str
+) -> tuple[int, list[Outcome], Path]:
+    """The exit code of a run in which the cells happen, what became of each, and where the run lies.
+
+    `launcher` is the module that starts it: `tools.forked`, or `prime_hpc.launch` for real engines.
+    """
     faults, root = make_faults(cells), out / "chaos"
     environment = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-    command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", *OVERRIDES, *overrides,
+    command = [sys.executable, "-m", launcher, "+experiment=reverse_text_cpu", *OVERRIDES, *overrides,
                f"max_steps={steps}", "run.name=chaos", f"model.path={model}", f"run.output_dir={out}"]  # fmt: skip
     code = subprocess.run(command, env=environment).returncode
     return code, list(outcomes(root, faults)), root
@@ -136,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     make_tiny_model(out / "model", seed=0, hidden_size=32, layers=2)
-    code, rows, root = run(out, arguments.steps, all_cells(), out / "model", *FAKE_ENGINE)
+    code, rows, root = run("tools.forked", out, arguments.steps, all_cells(), out / "model", *FAKE_ENGINE)
     broken = broken_promises(root, arguments.steps)
     print(render(rows), "", account(root, arguments.steps), *broken, sep="\n")
     sys.exit(1 if code or broken or any(row.result == NOT_REACHED for row in rows) else 0)

@@ -1,8 +1,11 @@
 """What a run promises whatever happens to it, read from the files that it leaves."""
 
 import json
+import os
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +79,14 @@ def broken_promises(root: Path, steps: int) -> list[str]:
         *([f"steps reported {reported}"] if reported != wanted else []),
         *([f"{figures.lost} groups are lost"] if figures.lost else []),
         *([f"steps {figures.trained_twice} trained not once"] if figures.trained_twice else []),
-        *(f"orphan: {line}" for line in survivors(root)),
+        *(f"{name} still runs as process {pid}" for name, pid in processes(root)),
     ]
 
 
-def survivors(root: Path) -> list[str]:
-    """Command lines of processes that still work on the run at `root`."""
-    lines = (" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
-    return [line for line in lines if f"{root}/plan.json" in line]
+def processes(root: Path) -> Iterator[tuple[str, int]]:
+    """Name and id of every process of the run at `root`, told by the log that it writes to; its children included."""
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+            if root / "logs" in log.parents:
+                yield log.name.partition(".")[0], process.pid

@@ -12,15 +12,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.observe.monitor import read_metrics
-from tools.endurance import UNCHANGED, account, broken_promises
+from tools.endurance import UNCHANGED, account, broken_promises, processes
 
 POLL_S = 0.2
 WINDOWS = 5
@@ -36,7 +34,7 @@ OVERRIDES = (
 def start(out: Path, name: str, model: Path, steps: int) -> subprocess.Popen:
     """A run of the fake engine whose skill grows from 0.2 to 0.8."""
     skill = f"inference.engine_args={{skill0: 0.2, skill_per_version: {0.6 / steps}, token_s: 0.002}}"
-    command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", *OVERRIDES, skill,
+    command = [sys.executable, "-m", "tools.forked", "+experiment=reverse_text_cpu", *OVERRIDES, skill,
                f"max_steps={steps}", f"run.name={name}", f"model.path={model}", f"run.output_dir={out}"]  # fmt: skip
     return subprocess.Popen(command)
 
@@ -55,7 +53,7 @@ def kill_at_random(run: subprocess.Popen, root: Path, steps: int, kills: int, rn
             raise RuntimeError(f"the run ended with {run.returncode} after {killed.total()} of {kills} kills")
         if max(read_metrics(root / "metrics.jsonl"), default=0) < due[0]:
             continue
-        name, pid = rng.choice(list(_processes(root)))
+        name, pid = rng.choice([(name, pid) for name, pid in processes(root) if os.getsid(pid) == pid])
         os.kill(pid, signal.SIGKILL)
         killed[name] += 1
         due.pop(0)
@@ -102,14 +100,6 @@ def main() -> None:
     print(json.dumps(killed), *("rewards {:.3f} and {:.3f}, {:+.1f} standard errors".format(*r) for r in rewards),
           account(out / "stormy", arguments.steps), *broken, sep="\n")  # fmt: skip
     sys.exit(bool(broken) or any(abs(errors) > TOLERANCE for *_, errors in rewards))
-
-
-def _processes(root: Path) -> Iterator[tuple[str, int]]:
-    """Name and id of every process of the run."""
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if f"{root}/plan.json" in command:
-            yield command[-1], process.pid
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ REAL = [
 ]
 
 
-def assert_survived(out: Path, steps: int, cells: list[Cell], model: Path, *overrides: str) -> None:
+def assert_survived(launcher: str, out: Path, steps: int, cells: list[Cell], model: Path, *overrides: str) -> None:
     """Every cell was reached and followed by what it has to be followed by, and the run kept its promises."""
-    code, rows, root = chaos.run(out, steps, cells, model, *overrides)
+    code, rows, root = chaos.run(launcher, out, steps, cells, model, *overrides)
     print(chaos.render(rows), account(root, steps), sep="\n\n")
     assert code == 0
     assert [row.cell for row in rows if row.result == NOT_REACHED] == []
@@ -46,7 +46,7 @@ def assert_survived(out: Path, steps: int, cells: list[Cell], model: Path, *over
 
 
 def test_a_few_failures_of_every_role(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived(tmp_path, 6, FEW, tiny_model, "env.workers=1", *FAKE_ENGINE)
+    assert_survived("tools.forked", tmp_path, 6, FEW, tiny_model, "env.workers=1", *FAKE_ENGINE)
 
 
 def test_a_storm_of_kills_leaves_the_rewards_as_they_were(tmp_path: Path) -> None:
@@ -57,15 +57,15 @@ def test_a_storm_of_kills_leaves_the_rewards_as_they_were(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_every_role_fails_at_every_point_in_every_way(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived(tmp_path, chaos.STEPS, all_cells(), tiny_model, *FAKE_ENGINE)
+    assert_survived("tools.forked", tmp_path, chaos.STEPS, all_cells(), tiny_model, *FAKE_ENGINE)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_ten_failures_with_real_engines(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived(tmp_path, 12, REAL, tiny_model, "env.workers=1", "inference.vllm.max_num_seqs=32",
-                    "orchestrator.drop_zero_advantage=false", "env.train.0.args.reward=similarity",
-                    "recovery.hang_s=60")  # fmt: skip
+    assert_survived("prime_hpc.launch", tmp_path, 12, REAL, tiny_model, "env.workers=1",
+                    "inference.vllm.max_num_seqs=32", "orchestrator.drop_zero_advantage=false",
+                    "env.train.0.args.reward=similarity", "recovery.hang_s=60")  # fmt: skip
 
 
 @pytest.mark.slow
