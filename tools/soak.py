@@ -69,22 +69,30 @@ def compare(left: Path, right: Path) -> list[tuple[float, float, float]]:
     return [(float(a), float(b), float((b - a) / error)) for a, b, error in means]
 
 
-def soak(out: Path, steps: int, kills: int, seed: int) -> tuple[Counter[str], list[tuple[float, float, float]]]:
-    """Make both runs, `out/calm` and `out/stormy`; returns kills by process and the rewards of both.
+def storm(out: Path, model: Path, steps: int, kills: int, seed: int) -> Counter[str]:
+    """Make the run `out/stormy`; returns kills by process.
 
     Raises:
-        RuntimeError: a run did not end well.
+        RuntimeError: it did not end well.
     """
-    model = out / "model"
-    make_tiny_model(model, seed=0, hidden_size=32, layers=2)
-    calm = start(out, "calm", model, steps)
-    if calm.wait():
-        raise RuntimeError("the run that was left alone failed")
     stormy = start(out, "stormy", model, steps)
     killed = kill_at_random(stormy, out / "stormy", steps, kills, random.Random(seed))
     if stormy.wait():
         raise RuntimeError(f"the run failed after {killed.total()} kills")
-    return killed, compare(out / "calm", out / "stormy")
+    return killed
+
+
+def soak(
+    out: Path, model: Path, steps: int, kills: int, seed: int
+) -> tuple[Counter[str], list[tuple[float, float, float]]]:
+    """Make the runs `out/calm`, which is left alone, and `out/stormy`; returns kills by process and rewards of both.
+
+    Raises:
+        RuntimeError: a run did not end well.
+    """
+    if start(out, "calm", model, steps).wait():
+        raise RuntimeError("the run that was left alone failed")
+    return storm(out, model, steps, kills, seed), compare(out / "calm", out / "stormy")
 
 
 def main() -> None:
@@ -95,7 +103,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     out = arguments.out.absolute()
-    killed, rewards = soak(out, arguments.steps, arguments.kills, arguments.seed)
+    make_tiny_model(out / "model", seed=0, hidden_size=32, layers=2)
+    killed, rewards = soak(out, out / "model", arguments.steps, arguments.kills, arguments.seed)
     broken = broken_promises(out / "stormy", arguments.steps)
     print(json.dumps(killed), *("rewards {:.3f} and {:.3f}, {:+.1f} standard errors".format(*r) for r in rewards),
           account(out / "stormy", arguments.steps), *broken, sep="\n")  # fmt: skip

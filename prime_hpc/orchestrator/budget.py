@@ -49,13 +49,14 @@ class ErrorBudget:
             yield
 
     def account(self, failure: Failure | None) -> None:
-        """Take in how an episode ended; only a failure of the kind `environment` is an error here."""
-        is_error = failure is not None and failure.kind == "environment"
-        self._errors.append(is_error)
+        """Take in how an episode ended. What failed for another reason than the environment says nothing of it."""
+        if failure and failure.kind != "environment":
+            return
+        self._errors.append(failure is not None)
         share = sum(self._errors) / len(self._errors)
-        if self.paused and not is_error:
+        if self.paused and not failure:
             self._go_on()
-        elif not self.paused and is_error and len(self._errors) >= MINIMUM and share > self._limit:
+        elif not self.paused and failure and len(self._errors) >= MINIMUM and share > self._limit:
             self.paused = (
                 f"{share:.0%} of the last {len(self._errors)} episodes of {self.source} failed, more than "
                 f"env.error_budget = {self._limit:.0%}; the last one: {failure.type}: {failure.message}"

@@ -61,8 +61,8 @@ class Orchestrator:
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
                 tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions, self.runner)),
+                tasks.create_task(self._watch_drain()),
             ]
-            background.append(tasks.create_task(self._watch_drain()))
             await self._evaluate(self.start_step, first=True)
             while self.versions.shipped < self.config.max_steps:
                 batch = await self._cut(self.versions.shipped + 1)

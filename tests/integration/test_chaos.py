@@ -49,8 +49,8 @@ def test_a_few_failures_of_every_role(tmp_path: Path, tiny_model: Path) -> None:
     assert_survived("tools.forked", tmp_path, 6, FEW, tiny_model, "env.workers=1", *FAKE_ENGINE)
 
 
-def test_a_storm_of_kills_leaves_the_rewards_as_they_were(tmp_path: Path) -> None:
-    killed, _ = soak.soak(tmp_path, steps=20, kills=10, seed=3)
+def test_a_storm_of_kills_breaks_no_promise(tmp_path: Path, tiny_model: Path) -> None:
+    killed = soak.storm(tmp_path, tiny_model, steps=20, kills=10, seed=3)
     assert killed.total() == 10 and len(killed) >= 3
     assert broken_promises(tmp_path / "stormy", 20) == []
 
@@ -69,8 +69,8 @@ def test_ten_failures_with_real_engines(tmp_path: Path, tiny_model: Path) -> Non
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_leave_the_rewards_as_they_were(tmp_path: Path) -> None:
-    killed, rewards = soak.soak(tmp_path, steps=300, kills=200, seed=0)
+def test_two_hundred_kills_leave_the_rewards_as_they_were(tmp_path: Path, tiny_model: Path) -> None:
+    killed, rewards = soak.soak(tmp_path, tiny_model, steps=300, kills=200, seed=0)
     assert killed.total() == 200 and len(killed) == 6, killed
     assert broken_promises(tmp_path / "stormy", 300) == []
     assert all(abs(errors) < soak.TOLERANCE for *_, errors in rewards), rewards

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from prime_hpc.transport.weights import published_versions, verify
 from tests.integration.runs import LocalRun
 
 EVEN = "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}"
+ForkedRun = partial(LocalRun, launcher="tools.forked")
 QUICK = (EVEN, "checkpoint.every=3", "checkpoint.keep_last=100", "recovery.backoff_s=0.2", "recovery.hang_s=10")
 
 
@@ -45,7 +47,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Loca
         Fault(process="env-reverse_text-0", point="sampling.during", action="raise", count=5),
         Fault(process="env-reverse_text-0", point="sampling.after", action="SIGKILL", count=90),
     ]
-    run = LocalRun(tmp_path_factory.mktemp("outputs"), tiny_model, "survivor", "max_steps=12", "trainer.ranks=2",
+    run = ForkedRun(tmp_path_factory.mktemp("outputs"), tiny_model, "survivor", "max_steps=12", "trainer.ranks=2",
                    "update.keep_versions=50", *QUICK, faults=faults)  # fmt: skip
     code, text = run.wait(400)
     assert code == 0, text
@@ -100,14 +102,14 @@ def test_a_unit_past_its_budget_that_nobody_can_stand_in_for_ends_the_run(tmp_pa
 
 
 def test_a_drained_run_saves_and_goes_on_with_the_batches_it_had(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "drained", "max_steps=200", *QUICK)
+    run = ForkedRun(tmp_path, tiny_model, "drained", "max_steps=200", *QUICK)
     run.wait_for_step(4)
     control.ask(run.root / "rendezvous" / "control", "drain", "maintenance", by="tester")
     code, text = run.wait()
     assert code == 0 and "draining, as tester asked: maintenance" in text and "drained: saved and left" in text
     steps = run.summary["steps"]
     assert run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
-    again = LocalRun(tmp_path, tiny_model, "drained", f"max_steps={steps + 3}", "resume=latest", *QUICK)
+    again = ForkedRun(tmp_path, tiny_model, "drained", f"max_steps={steps + 3}", "resume=latest", *QUICK)
     code, text = again.wait()
     assert code == 0, text
     assert_whole(again, steps + 3)
@@ -115,7 +117,7 @@ def test_a_drained_run_saves_and_goes_on_with_the_batches_it_had(tmp_path: Path,
 
 
 def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: LocalRun, tiny_model: Path) -> None:
-    run = LocalRun(survivor.root.parent, tiny_model, "fork", "max_steps=15", "trainer.ranks=1",
+    run = ForkedRun(survivor.root.parent, tiny_model, "fork", "max_steps=15", "trainer.ranks=1",
                    f"resume={survivor.root}/checkpoints/step_12", *QUICK)  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
@@ -126,7 +128,7 @@ def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: LocalRun, tiny_m
 def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that_time(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    run = LocalRun(tmp_path, tiny_model, "damaged", "max_steps=40", "update.keep_versions=50", *QUICK)
+    run = ForkedRun(tmp_path, tiny_model, "damaged", "max_steps=40", "update.keep_versions=50", *QUICK)
     run.wait_for_step(10)
     oldest, *newer = complete_steps(run.root / "checkpoints")
     for step in newer:
@@ -142,7 +144,7 @@ def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that
 def test_a_source_past_its_error_budget_has_the_run_save_and_leave(tmp_path: Path, tiny_model: Path) -> None:
     """Of three tasks in turn the first ends well, and two have graders that fail: 12 of 20 episodes."""
     zoo = "env.train=[{id: tests.integration.zoo, order: {name: sequential}, num_tasks: 3, sampling: {max_tokens: 8}}]"
-    run = LocalRun(tmp_path, tiny_model, "paused", "max_steps=50", "seq_len=256", zoo, "pause.max_s=3",
+    run = ForkedRun(tmp_path, tiny_model, "paused", "max_steps=50", "seq_len=256", zoo, "pause.max_s=3",
                    "orchestrator.drop_zero_advantage=false", EVEN)  # fmt: skip
     code, text = run.wait()
     assert code == 1

@@ -113,7 +113,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_source_past_its_error_budget_pauses_until_an_episode_ends_well(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    runner, _ = make(Pool([*PLANTED, "environment", None]), monkeypatch)
+    runner, _ = make(Pool([*PLANTED, "environment", "infrastructure", None]), monkeypatch)
     for i in range(19):
         run(runner, f"g-{i}")
     assert (clock.now, runner.paused) == (0, None)
@@ -124,7 +124,7 @@ def test_a_source_past_its_error_budget_pauses_until_an_episode_ends_well(
     run(runner, "g-21")
     assert runner.paused is None
     run(runner, "g-22")
-    assert clock.now == 2 * budget_module.PROBE_S, "two episodes waited for their turn, no other"
+    assert clock.now == 3 * budget_module.PROBE_S, "three tries waited for their turn, one that said nothing among them"
 
 
 def test_an_episode_at_a_time_is_tried_during_a_pause(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
