@@ -63,7 +63,7 @@ def test_every_role_fails_at_every_point_in_every_way(tmp_path: Path, tiny_model
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_ten_failures_with_real_engines(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived("prime_hpc.launch", tmp_path, 12, REAL, tiny_model, "env.workers=1",
+    assert_survived("prime_hpc.launch", tmp_path, 12, REAL, tiny_model, "env.workers=1", "inference.replicas=1",
                     "inference.vllm.max_num_seqs=32", "orchestrator.drop_zero_advantage=false",
                     "env.train.0.args.reward=similarity", "recovery.hang_s=60")  # fmt: skip
 
