@@ -57,6 +57,18 @@ def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, Loca
     assert evaluated[4]["eval/held_out/version"] == 4
 
 
+def test_the_end_comes_after_the_last_save_and_evaluation_and_everybody_leaves_alone(
+    finished: tuple[LocalRun, LocalRun],
+) -> None:
+    run = finished[0]
+    complete = (run.root / "rendezvous" / "complete").stat().st_mtime
+    assert (run.root / "checkpoints" / "step_4" / "manifest.json").stat().st_mtime <= complete
+    assert (run.root / "metrics.jsonl").stat().st_mtime <= complete
+    assert [event["kind"] for event in run.events] == ["start", "complete"]
+    for server in ("inference-0", "env-reverse_text-0"):
+        assert "the run is complete, leaving" in run.log(server)
+
+
 def test_records_hold_ids_versions_and_advantages(finished: tuple[LocalRun, LocalRun]) -> None:
     records = list(read_records(record_path(finished[0].root / "rollouts", 1)))
     assert len(records) == 16
