@@ -8,6 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from prime_hpc.observe.events import Event, read_events
 from tools.endurance import UNCHANGED, account, broken_promises
 
 POINTS = {
+    "trainer-0": {"save": ["during"]},
     "trainer-1": {"batch": ["before"], "step": ["before", "during", "after"], "update": ["before", "during", "after"],
                   "save": ["before", "after"], "shutdown": ["before", "during", "after"]},
     "orchestrator-0": {"sampling": ["before", "after"], "batch": ["before", "during", "after"],
@@ -29,9 +31,9 @@ POINTS = {
     "inference-0": {"sampling": ["before", "during", "after"], "update": ["before", "during", "after"]},
     "env-reverse_text-0": {"sampling": ["before", "during", "after"]},
 }  # fmt: skip
-"""What each role passes by, in order; what comes at the end of a run comes last."""
+"""What each process passes by, in order; what comes at the end of a run comes last, and rank 0 alone publishes."""
 ACTIONS = ("SIGKILL", "SIGSTOP", "raise")
-UNITS = {"trainer-1": "trainer", "orchestrator-0": "orchestrator"}
+UNITS = {"trainer-0": "trainer", "trainer-1": "trainer", "orchestrator-0": "orchestrator"}
 HANG_S = 12
 STEPS = 60
 RECOVERED, CONTAINED, ENDED, NOT_REACHED = "recovered", "contained", "at the end of the run", "not reached"
@@ -53,6 +55,11 @@ class Cell(NamedTuple):
     process: str
     point: str
     action: str
+
+    @property
+    def unit(self) -> str:
+        """What is started again after it."""
+        return UNITS.get(self.process, self.process)
 
     @property
     def contained(self) -> bool:
@@ -82,11 +89,11 @@ def all_cells() -> list[Cell]:
 
 
 def make_faults(cells: Iterable[Cell]) -> list[Fault]:
-    """One fault for each start of each process; one that is contained shares a start with the next."""
-    faults, restarts = [], dict.fromkeys(POINTS, 0)
+    """One fault for each start of each unit; one that is contained shares a start with the next."""
+    faults, restarts = [], Counter[str]()
     for cell in cells:
-        faults.append(Fault(process=cell.process, point=cell.point, action=cell.action, restart=restarts[cell.process]))
-        restarts[cell.process] += not cell.contained
+        faults.append(Fault(process=cell.process, point=cell.point, action=cell.action, restart=restarts[cell.unit]))
+        restarts[cell.unit] += not cell.contained
     return faults
 
 
@@ -106,7 +113,7 @@ def outcomes(root: Path, faults: Iterable[Fault]) -> Iterator[Outcome]:
 
 
 def _recovery(cell: Cell, restart: int, events: list[Event]) -> Outcome:
-    mine = [e for e in events if e.unit == UNITS.get(cell.process, cell.process)]
+    mine = [e for e in events if e.unit == cell.unit]
     failed = next((e for e in mine if e.kind in ("exit", "hang") and e.restart == restart), None)
     back = next((e for e in mine if e.kind == "recovered" and e.restart > restart), None)
     return Outcome(cell, RECOVERED, back.time - failed.time) if failed and back else Outcome(cell, ENDED)
