@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from prime_hpc.cluster.files import appears
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData, InfrastructureFailure
 from prime_hpc.trainer.distributed import World, gather
@@ -28,6 +29,8 @@ from prime_hpc.transport.checkpoints import CheckpointManifest
 from prime_hpc.transport.weights import FileEntry
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+LATE_S = 10.0
+"""A checkpoint that the plan names is waited for so long."""
 
 
 class _Outcome(msgspec.Struct):
@@ -69,6 +72,7 @@ class Checkpointer:
         Raises:
             CorruptData: a file is missing or damaged, or the shapes are those of another model.
         """
+        appears(checkpoint, LATE_S)
         manifest = checkpoints.verify(checkpoint) if self._world.first else checkpoints.read_manifest(checkpoint)
         dist.barrier()
         reader = FileSystemReader(checkpoint)
