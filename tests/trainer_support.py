@@ -61,9 +61,9 @@ class TrainerRun:
                 path.write_bytes(b"\n".join(encode(batch)))
         return self
 
-    def train(self) -> "TrainerRun":
-        """Run the only rank in this process."""
-        with self.supervised():
+    def train(self, *, lease: int | None = None) -> "TrainerRun":
+        """Run the only rank in this process, while attempt `lease` (its own when left out) holds the run."""
+        with self.supervised(lease):
             try:
                 loop.run(Role(self.plan, self.plan.process("trainer-0")))
             finally:
@@ -84,9 +84,9 @@ class TrainerRun:
         return self
 
     @contextmanager
-    def supervised(self) -> Iterator[None]:
+    def supervised(self, lease: int | None = None) -> Iterator[None]:
         secrets.create(self.paths.root)
-        keeper = LeaseKeeper(self.paths.rendezvous, self.plan.attempt, 30.0)
+        keeper = LeaseKeeper(self.paths.rendezvous, lease or self.plan.attempt, 30.0)
         try:
             yield
         finally:

@@ -125,6 +125,9 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    if config.pause.max_s >= config.trainer.batch_timeout_s:
+        yield ConfigProblem("pause.max_s", config.pause.max_s,
+                            f"less than trainer.batch_timeout_s = {config.trainer.batch_timeout_s:.0f}")  # fmt: skip
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")

@@ -91,4 +91,4 @@ class EnvConfig:
     retries: NonNegative = 2
     """Times an episode that failed for no fault of its own (inference or infrastructure) is run again."""
     error_budget: Fraction = 0.5
-    """Share of environment errors among the last 100 episodes of a source past which the run stops and says why."""
+    """Share of environment errors among the last 100 episodes of a source past which it pauses."""

@@ -11,7 +11,7 @@ from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
 from prime_hpc.config.optimizer import AdamW, OptimizerConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
-from prime_hpc.config.recovery import RecoveryConfig
+from prime_hpc.config.recovery import PauseConfig, RecoveryConfig
 from prime_hpc.config.sections import (
     FORBID_UNKNOWN,
     CheckpointConfig,
@@ -71,5 +71,7 @@ class RunConfig:
     """Machines."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """What happens when a process dies or hangs."""
+    pause: PauseConfig = field(default_factory=PauseConfig)
+    """What happens when too many episodes fail in their environment."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""

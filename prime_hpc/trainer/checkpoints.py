@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from prime_hpc.cluster.files import appears
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData, InfrastructureFailure
 from prime_hpc.trainer.distributed import World, gather
@@ -29,6 +30,8 @@ from prime_hpc.transport.checkpoints import CheckpointManifest
 from prime_hpc.transport.weights import FileEntry
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+LATE_S = 10.0
+"""A checkpoint that the plan names is waited for so long."""
 
 
 class _Outcome(msgspec.Struct):
@@ -72,6 +75,7 @@ class Checkpointer:
         Raises:
             CorruptData: a file is missing or damaged, or the shapes are those of another model.
         """
+        appears(checkpoint, LATE_S)
         manifest = checkpoints.verify(checkpoint) if self._world.first else checkpoints.read_manifest(checkpoint)
         dist.barrier()
         reader = FileSystemReader(checkpoint)

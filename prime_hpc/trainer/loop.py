@@ -97,7 +97,7 @@ def forward_backward(
             loss = loss + own
             totals.add(tenant, own, metrics)
         loss.backward()
-        totals.count(micro, hf_config)
+        totals.count(micro, hf_config, frozen=policy.lora is not None)
     result = totals.reduce(world)
     # alone, an adapter would not see this batch if it had nothing to train on
     losses = {tenant: loss for tenant, loss in result.losses.items() if tenant == WHOLE or counts[tenant]}
