@@ -69,7 +69,8 @@ class LoRA:
 
     def select(self, tokens: dict[str, int]) -> None:
         """Announce a row with so many tokens of each adapter; none where all are the first's."""
-        self.lengths = [tokens.get(adapter, 0) for adapter in self.adapters] if tokens else None
+        several = tokens and len(self.adapters) > 1
+        self.lengths = [tokens.get(adapter, 0) for adapter in self.adapters] if several else None
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The part of each adapter, none missing: one without tokens gets a gradient too, on all ranks alike."""
