@@ -233,6 +233,9 @@ def build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.trainer.dtype))
         policy.lora = attach(policy, sorted(lora.adapters), lora.rank, lora.alpha, lora.targets)
+        if not policy.lora.updates:
+            expected = f"a matrix that {config.model.path} has"
+            raise ConfigurationError([ConfigProblem("lora.targets", lora.targets, expected)])
     return policy
 
 
