@@ -3,6 +3,7 @@
 The variable holds a JSON list of `Fault`. Points are named `<phase>.before`, `<phase>.during` and `<phase>.after`.
 """
 
+import logging
 import os
 import signal
 import time
@@ -29,6 +30,11 @@ class Fault(msgspec.Struct, kw_only=True):
     count: int = 1
     restart: int = 0
 
+    @property
+    def told(self) -> str:
+        """What the process logs before it happens."""
+        return f"a fault that was asked for at {self.point}: {self.action}"
+
 
 class Faults:
     """The faults that were asked of one process."""
@@ -53,6 +59,7 @@ class Faults:
 
 
 def _act(fault: Fault) -> None:
+    logging.getLogger(fault.process).warning(fault.told)
     if fault.action == "raise":
         raise InfrastructureFailure(f"a fault that was asked for at {fault.point}")
     if fault.action == "sleep":

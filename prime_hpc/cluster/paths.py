@@ -65,7 +65,7 @@ class RunPaths:
 
     @property
     def journal(self) -> Path:
-        return self.rollouts / "journal.bin"
+        return self.rollouts / "journal"
 
     @property
     def job(self) -> Path:

@@ -24,6 +24,6 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
             view.say("the main job is gone; its next start is waited for")
             return EXIT_FENCED
     failure = ending.failure
-    code = "it hung" if failure.exit_code is None else f"exit code {failure.exit_code}"
-    view.say(f"{failure.process} failed first ({code}); {ending.words}")
+    how = {"hang": "it hung", "asked": failure.reason}.get(failure.kind, f"exit code {failure.exit_code}")
+    view.say(f"{failure.process} failed first ({how}); {ending.words}")
     return 1
