@@ -30,12 +30,12 @@ def test_a_run_saves_before_the_time_limit_and_goes_on(
 ) -> None:
     """Every save takes 8 s, so the run must leave early enough for one."""
     long_saves = [Fault(process="trainer-0", point="save.during", action="sleep", seconds=8, count=n)
-                  for n in range(1, 20)]  # fmt: skip
-    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=24", "cluster.time='00:02:00'",
+                  for n in range(1, 40)]  # fmt: skip
+    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=80", "cluster.time='00:04:00'",
                    "cluster.signal_s=30", f"cluster.requeue={requeue}".lower(), SLOW_TOKENS,
                    faults=long_saves)  # fmt: skip
     run.until_complete()
-    assert_whole(run, 24)
+    assert_whole(run, 80)
     assert "draining, as the supervisor asked" in run.output
     jobs = {path.stem.removeprefix("job_") for path in (run.root / "logs").glob("job_*.log")}
     assert (len(jobs) == 1) == requeue and len(run.attempts) > 1

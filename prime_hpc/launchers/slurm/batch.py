@@ -89,6 +89,9 @@ def run_job(plan: RunPlan, job: Job) -> int:
             interrupted, code, goes_on = "interrupted", EXIT_INTERRUPTED, False
         finally:
             supervisor.stop(interrupted)
+    if goes_on and (reason := deadline.fruitless()):
+        view.say(reason)
+        return 1
     if goes_on:
         _go_on(plan, job, job_id, view)
     return code
