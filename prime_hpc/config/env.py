@@ -50,6 +50,8 @@ class SourceConfig:
     """Sampling parameters."""
     algorithm: AlgorithmConfig | None = None
     """Credit assignment of this training source; the run's when left out."""
+    adapter: str | None = None
+    """The adapter of `lora.adapters` that this source samples from and trains; the first when left out."""
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,9 @@ from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.inference import InferenceConfig
+from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
+from prime_hpc.config.optimizer import AdamW, OptimizerConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
 from prime_hpc.config.recovery import PauseConfig, RecoveryConfig
 from prime_hpc.config.sections import (
@@ -16,7 +18,6 @@ from prime_hpc.config.sections import (
     LauncherConfig,
     ModelConfig,
     MonitorConfig,
-    OptimizerConfig,
     Positive,
     RunSection,
     UpdateConfig,
@@ -44,11 +45,13 @@ class RunConfig:
     """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Low-rank adapters."""
     algorithm: AlgorithmConfig = field(default_factory=GRPO)
     """Credit assignment."""
     loss: LossConfig = field(default_factory=DPPOLoss)
     """Policy-gradient loss."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamW)
     """Optimiser and schedule."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """Environments."""

@@ -13,7 +13,8 @@ from prime_hpc.cluster.beats import FOLDER
 from prime_hpc.cluster.files import list_fresh, write_atomic, write_json
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK, STOPPING_MARK
+from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
+from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
@@ -82,8 +83,9 @@ class RunStart:
         for directory in (paths.logs(self.plan.attempt), paths.rendezvous, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         for name in list_fresh(paths.rendezvous):
-            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK) or name.startswith(STOPPING_MARK):
+            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK):
                 (paths.rendezvous / name).unlink()
+        StoppingMarks(paths).clear()
         # weights too: the first version is published anew, and nobody may read an old one of that name meanwhile
         for directory in (paths.acks, paths.exits, paths.rendezvous / FOLDER, paths.control, paths.batches,
                           paths.weights):  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from prime_hpc.cluster import control
 from prime_hpc.cluster.files import list_fresh, read_json
+from prime_hpc.cluster.lease import EXIT_FENCED
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK, EXIT_FINAL
 from prime_hpc.config.recovery import FailurePolicy
@@ -30,7 +31,8 @@ DUMP_S = 1.0
 SAME_FAILURES = 3
 """So many failures of a unit in a row with the same words and no step between them end the run."""
 
-EVENT_OF_END = {"complete": "complete", "drained": "complete", "stopped": "interrupted", "failed": "stop"}
+EVENT_OF_END = {"complete": "complete", "drained": "complete", "stopped": "interrupted", "failed": "stop",
+                "fenced": "interrupted"}  # fmt: skip
 """How each kind of `Ending` is taken down."""
 
 
@@ -92,7 +94,8 @@ class _State:
 class Ending:
     """How the attempt ended. `failure` is what ended it; `words` say more, e.g. the end of that process's log.
 
-    `goes_on`: the run was drained not by a person but since its job has to end.
+    `goes_on`: the run was drained not by a person but since its job has to end. `fenced`: the units lost the lease that
+    another job holds.
     """
 
     kind: str
@@ -216,6 +219,8 @@ class Supervisor:
         self._view.say(f"{failure.process} {'is wanted anew' if failure.kind == 'asked' else 'failed'}: "
                        f"{failure.reason}")  # fmt: skip
         words = state.running.last_words(failure.process)
+        if failure.exit_code == EXIT_FENCED and not self._leads:
+            return Ending("fenced", failure, words)
         if failure.exit_code == EXIT_FINAL or policy.on_failure == "stop" or self._comes_back(state, failure):
             return Ending("failed", failure, words)
         if policy.on_failure == "restart" and self._budget_left(state, policy):

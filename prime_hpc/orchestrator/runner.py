@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import asdict
 
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.checks import source_name
+from prime_hpc.config.checks import source_adapter, source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.budget import ErrorBudget
@@ -69,15 +69,17 @@ class Runner:
     async def _try(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion,
                    evaluate: bool) -> RolloutDone:  # fmt: skip
         engine = await self._fleet.pick()
+        adapter = source_adapter(self._config, self._sources[source])
         request = RunRollout(
             rollout_id=rollout_id,
             task_index=task_index,
             base_url=engine.base_url,
-            model=self._config.model.served_name,
+            model=adapter or self._config.model.served_name,
             version=version,
             sampling=asdict(self._sources[source].sampling),
             evaluate=evaluate,
             time_limit_s=self._config.env.rollout_timeout_s,
+            adapter=adapter,
         )
         engine.load += 1
         try:
