@@ -26,6 +26,7 @@ from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 from prime_hpc.trainer import loop
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, Sample, StepReport, decode, encode
+from tests.rank_pool import RankPool
 
 REPO = Path(__file__).parents[1]
 BASE = {
@@ -48,7 +49,8 @@ class TrainerRun:
 
     def record(self, steps: int, *, poison: int | None = None) -> "TrainerRun":
         """Write batches 1 to `steps`; batch `poison` has advantages that are not a number."""
-        ranks = len(self.plan.of("trainer"))
+        parallel = self.plan.config["trainer"]["parallel"]
+        ranks = len(self.plan.of("trainer")) // (parallel["cp"] * parallel["tp"])
         for step in range(1, steps + 1):
             samples = make_samples(step, nan=step == poison)
             for rank, micro_batches in enumerate(pack(samples, ranks, self.plan.config["seq_len"])):
@@ -67,6 +69,13 @@ class TrainerRun:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+        return self
+
+    def train_on(self, pool: RankPool) -> "TrainerRun":
+        """Run the ranks in processes of a pool."""
+        self.paths.plan.write_bytes(self.plan.dump())
+        with self.supervised():
+            pool.run(len(self.plan.of("trainer")), train_rank, self.plan)
         return self
 
     def train_in_processes(self) -> "TrainerRun":
@@ -99,6 +108,11 @@ class TrainerRun:
         message = decode(request.split(b"\n", 1))
         assert isinstance(message, BatchRequest)
         return message.report
+
+
+def train_rank(rank: int, plan: RunPlan) -> None:
+    """What the process of a rank does."""
+    loop.run(Role(plan, plan.process(f"trainer-{rank}")))
 
 
 def make_run(

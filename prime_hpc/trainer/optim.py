@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.sections import OptimizerConfig
 from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.trainer.parallel.clip import clip_gradients
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -58,7 +58,8 @@ class GuardedOptimizer:
             InfrastructureFailure: more than `max_skipped` steps in a row were skipped.
         """
         lr = learning_rate(self.config, step, self.max_steps)
-        norm = self._clip()
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = clip_gradients(parameters, self.config.max_grad_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             for group in self.optimizer.param_groups:
@@ -67,12 +68,6 @@ class GuardedOptimizer:
         self.optimizer.zero_grad()
         self._count(step, finite, loss, norm)
         return {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped": float(self.skipped)}
-
-    def _clip(self) -> float:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _count(self, step: int, finite: bool, loss: float, norm: float) -> None:
         self.skipped += not finite

@@ -1,0 +1,103 @@
+"""Any division of model and batch over ranks computes what one rank computes, in float32 over gloo."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models_support import save_model
+from tests.parallel_support import accumulate
+from tests.rank_pool import RankPool
+
+DENSE, BIASED, SPARSE, GLM = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe"
+LAYOUTS = [
+    (2, {}),
+    (4, {}),
+    (4, {"dp_replicate": 2}),
+    (2, {"ep": 2}),
+    (4, {"ep": 2}),
+    (4, {"ep": 2, "dp_replicate": 2}),
+    (2, {"cp": 2, "ep": 2}),
+    (4, {"cp": 2, "ep": 2}),
+    (4, {"cp": 2, "ep": 4, "cp_style": "ring"}),
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "ep": 2}),
+    (4, {"tp": 2, "cp": 2, "cp_style": "ring"}),
+]
+"""Ranks and degrees, for a sparse model with dense layers and shared experts."""
+DENSE_LAYOUTS = [
+    (2, {"cp": 2}),
+    (2, {"cp": 2, "cp_style": "ring"}),
+    (4, {"cp": 4}),
+    (4, {"cp": 4, "cp_style": "ring"}),
+    (4, {"cp": 2}),
+    (4, {"cp": 2, "cp_style": "ring", "dp_replicate": 2}),
+]
+CASES = [
+    *((ranks, GLM, "native", degrees) for ranks, degrees in LAYOUTS),
+    *((ranks, DENSE, "native", degrees) for ranks, degrees in DENSE_LAYOUTS),
+    (2, DENSE, "native", {"tp": 2}),
+    (4, DENSE, "native", {"tp": 2}),
+    (4, DENSE, "native", {"tp": 2, "cp": 2}),
+    (4, BIASED, "native", {"tp": 2, "dp_replicate": 2}),
+    (4, SPARSE, "native", {"ep": 4}),
+    (2, DENSE, "hf", {}),
+    (2, DENSE, "hf", {"cp": 2}),
+    (4, DENSE, "hf", {"cp": 2, "cp_style": "ring"}),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def compute(pool, tmp_path_factory):
+    """Runs a case and keeps what one rank computes of a model."""
+    models = {name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM)}
+    for name, path in models.items():
+        save_model(name, path)
+
+    def run(ranks: int, model: str, impl: str, sequence_loss: bool, degrees: dict[str, Any]) -> list[dict[str, Any]]:
+        store = tmp_path_factory.mktemp("store") / "store"
+        return pool.run(ranks, accumulate, ranks, store, models[model], impl, sequence_loss, degrees)
+
+    @cache
+    def run_alone(model: str, impl: str, sequence_loss: bool) -> dict[str, Any]:
+        return run(1, model, impl, sequence_loss, {})[0]
+
+    run.alone = run_alone
+    return run
+
+
+def describe(case: tuple[int, str, str, dict[str, Any]]) -> str:
+    ranks, model, impl, degrees = case
+    return "-".join([str(ranks), model.split(",")[0], impl, *(f"{key}={value}" for key, value in degrees.items())])
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_losses_gradients_and_norms_equal_those_of_one_rank(case, compute):
+    check(compute, *case, sequence_loss=False)
+
+
+def test_a_loss_over_sequences_sees_them_whole_where_ranks_divide_them(compute):
+    check(compute, 4, DENSE, "native", {"cp": 4, "cp_style": "ring"}, sequence_loss=True)
+
+
+def check(compute: Any, ranks: int, model: str, impl: str, degrees: dict[str, Any], *, sequence_loss: bool) -> None:
+    expected = compute.alone(model, impl, sequence_loss)
+    results = compute(ranks, model, impl, sequence_loss, degrees)
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
+        assert result["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert result["clipped"] == pytest.approx(0.5, rel=1e-5)
+        assert result["experts"] == pytest.approx(expected["experts"], rel=1e-6)
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in result["gradients"].items():
+            scale = np.abs(expected["gradients"][name]).max()
+            np.testing.assert_allclose(gradient, expected["gradients"][name], rtol=0, atol=1e-5 * scale, err_msg=name)
