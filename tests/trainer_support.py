@@ -75,7 +75,7 @@ class TrainerRun:
         """Run the ranks in processes of a pool."""
         self.paths.plan.write_bytes(self.plan.dump())
         with self.supervised():
-            pool.run(len(self.plan.of("trainer")), train_rank, self.plan)
+            pool.run(len(self.plan.of("trainer")), train_rank, self.plan, os.environ["PRIME_HPC_HOME"])
         return self
 
     def train_in_processes(self) -> "TrainerRun":
@@ -110,8 +110,9 @@ class TrainerRun:
         return message.report
 
 
-def train_rank(rank: int, plan: RunPlan) -> None:
-    """What the process of a rank does."""
+def train_rank(rank: int, plan: RunPlan, home: str) -> None:
+    """What the process of a rank does. Its home is that of the test, not of the pool."""
+    os.environ["PRIME_HPC_HOME"] = home
     loop.run(Role(plan, plan.process(f"trainer-{rank}")))
 
 

@@ -177,8 +177,8 @@ class NativePolicy(PolicyModel):
         return hidden.unflatten(0, token_ids.shape)[:, -1], cache
 
     def balance_experts(self, rate: float) -> dict[str, float]:
-        """Sums the load over all ranks, so that the biases stay alike on them. That ranks which see the same tokens count
-        them again changes neither a comparison with the mean nor a ratio to it."""
+        """Sums the load over all ranks, so that the biases stay alike on them. That ranks which see the same tokens all
+        count them changes neither a comparison with the mean nor a ratio to it."""
         load = self._load.take()
         if load is None:
             return {}

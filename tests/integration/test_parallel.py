@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from prime_hpc.models.tiny import make_char_tokenizer
 from tests.models_support import save_model
-from tests.parallel_support import accumulate
+from tests.parallel_support import accumulate, check_attention, check_journey
 from tests.rank_pool import RankPool
+from tests.trainer_support import TrainerRun, make_run
 
 DENSE, BIASED, SPARSE, GLM = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe"
 LAYOUTS = [
@@ -101,3 +105,48 @@ def check(compute: Any, ranks: int, model: str, impl: str, degrees: dict[str, An
         for name, gradient in result["gradients"].items():
             scale = np.abs(expected["gradients"][name]).max()
             np.testing.assert_allclose(gradient, expected["gradients"][name], rtol=0, atol=1e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("style", ["ulysses", "ring"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_divided_attention_is_that_of_the_whole_row(ranks, style, pool, tmp_path):
+    for difference in pool.run(ranks, check_attention, ranks, tmp_path / "store", style):
+        assert difference < 1e-14
+
+
+def test_rows_reach_the_ranks_of_their_experts_and_return(pool, tmp_path):
+    first, second = pool.run(2, check_journey, 2, tmp_path / "store")
+    assert first == [[3, 0, 1, 2], [3, 0]]
+    assert second == [[0, 0, 4, 2], [5, 4]]
+
+
+RUNS = [
+    (2, {"cp": 2, "ep": 2}, 2, {}),
+    (2, {}, 2, {"tp": 2}),
+    (4, {"tp": 2, "ep": 2}, 4, {"dp_replicate": 2, "ep": 2}),
+]
+"""Ranks and degrees of two steps, and of a third."""
+
+
+def train(pool: RankPool, root: Path, model: Path, ranks: int, degrees: dict[str, Any], **others: Any) -> TrainerRun:
+    settings = {"trainer": {"parallel": degrees, "router_bias_rate": 0.125}, "optimizer": {"lr": 0.01, "eps": 1e-4}}
+    run = make_run(root, model, ranks=ranks, **settings, **others)
+    return run.record(3).train_on(pool)
+
+
+def test_a_run_goes_on_under_another_layout(pool, tmp_path):
+    model = tmp_path / "model"
+    save_model(GLM, model)
+    make_char_tokenizer(model)
+    whole = train(pool, tmp_path / "whole", model, 1, {}, max_steps=3)
+    for i, (ranks, degrees, other_ranks, others) in enumerate(RUNS):
+        root = tmp_path / str(i)
+        first = train(pool, root, model, ranks, degrees, max_steps=2)
+        resumed = train(pool, root, model, other_ranks, others, max_steps=3, attempt=2,
+                        checkpoint_path=first.paths.checkpoint(2))  # fmt: skip
+        for step in (1, 2, 3):
+            expected, found = whole.report(step).metrics, resumed.report(step).metrics
+            for metric in ("loss", "optim/grad_norm", "moe/max_vio", "tokens/trained", "entropy"):
+                assert found[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), (i, step, metric)
+        for name, tensor in resumed.weights("0.3").items():
+            torch.testing.assert_close(tensor, whole.weights("0.3")[name], rtol=0, atol=1e-4)

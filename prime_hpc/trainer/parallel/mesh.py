@@ -33,6 +33,10 @@ class Mesh:
         dense = _view(device_type, "fsdp", dp_replicate=copies, fsdp=degrees.fsdp, tp=tp)
         sparse = _view(device_type, "efsdp", dp_replicate=copies, efsdp=degrees.fsdp // ep, ep=ep, tp=tp)
         rows = _view(device_type, "dp", dp=degrees.dp, cp=cp, tp=tp)
+        # lets one collective add up what lies on both dimensions, such as the norm of all gradients
+        for view, pair in ((dense, ("fsdp", "tp")), (sparse, ("efsdp", "ep"))):
+            if set(pair) <= set(view.mesh_dim_names or ()):
+                view[pair]._flatten("_".join(pair))
         return cls(
             degrees=degrees,
             fsdp=_sharded(dense, "fsdp"),
