@@ -18,6 +18,7 @@ from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.loop import forward_backward
 from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.optim import WHOLE
 from prime_hpc.trainer.parallel.clip import clip_gradients
 from prime_hpc.trainer.parallel.collectives import sum_over
 from prime_hpc.trainer.parallel.context import ContextParallel
@@ -55,7 +56,7 @@ def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, seque
         micro_batches = pack(make_samples(step, count=count), world.dp_size, ROW_TOKENS)[world.dp_rank]
         batch = RankBatch(step=step, rank=world.dp_rank, micro_batches=micro_batches, sample_ids=[], journal_offset=0)
         role = SimpleNamespace(config=config)
-        losses.append(forward_backward(policy, batch, role, world, PolicyVersion(0, step - 1)).loss)
+        losses.append(forward_backward(policy, batch, role, world, PolicyVersion(0, step - 1)).losses[WHOLE])
     gradients: dict[str, np.ndarray] = {}
     for name, parameter in policy.named_parameters():
         whole = policy.conversion.to_hf(name, parameter.grad.full_tensor())

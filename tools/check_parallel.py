@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prime_hpc.config.optimizer import AdamW
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sections import OptimizerConfig
 from prime_hpc.config.trainer import ParallelConfig
 from prime_hpc.models.degrees import Degrees, choose_degrees
 from prime_hpc.models.spec import device_peak_flops, train_flops
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
-from prime_hpc.trainer.optim import build_adamw
+from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.parallel.mesh import Mesh
 
 SLACK = 1.5
@@ -146,7 +146,7 @@ def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     policy = build_policy(config, world)
     fill(policy)
     rows = make_rows([[4096] * 4 if on_gpu else [32, 32]] * ranks, policy.config.to_dict(), device)
-    optimizer = build_adamw(policy, OptimizerConfig())
+    [optimizer] = build_optimizers(policy.named_parameters(), AdamW())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     ends = []

@@ -94,15 +94,21 @@ class _Model:
     sizes: Divisions | None
     native: bool
     packs_by_ourselves: bool
+    adapted: bool
+    """It trains adapters."""
+    experts_adapted: bool
 
     @classmethod
     def of(cls, config: RunConfig) -> "_Model":
+        lora = config.lora
+        experts_adapted = lora.on and "experts" in lora.targets
         hf_config: HFConfig | None = read_json(Path(config.model.path) / "config.json")
         if hf_config is None:
-            return cls(None, True, True)
+            return cls(None, True, True, lora.on, experts_adapted)
         native = families.choose_implementation(config, hf_config) == "native"
         sliding = "sliding_attention" in (hf_config.get("layer_types") or ())
-        return cls(divisions(hf_config), native, config.trainer.attn != "eager" and (native or not sliding))
+        packs_by_ourselves = config.trainer.attn != "eager" and (native or not sliding)
+        return cls(divisions(hf_config), native, packs_by_ourselves, lora.on, experts_adapted)
 
     @property
     def limits(self) -> str:
@@ -113,10 +119,11 @@ class _Model:
         if not self.native:
             return " for a model of transformers, which has neither tp nor ep"
         experts = f", {sizes.experts} experts of width {sizes.expert_width}" if sizes.experts else ""
-        return f" for {sizes.heads} heads, {sizes.kv_heads} KV heads, MLPs of width {sizes.widths}{experts}"
+        adapters = "; adapters take no tp, nor ep where they update experts" if self.adapted else ""
+        return f" for {sizes.heads} heads, {sizes.kv_heads} KV heads, MLPs of width {sizes.widths}{experts}{adapters}"
 
     def legal_tp(self, ranks: int) -> list[int]:
-        if not self.native:
+        if not self.native or self.adapted:
             return [1]
         sizes = self.sizes
         whole = [] if sizes is None else [sizes.heads, sizes.kv_heads, *sizes.widths]
@@ -137,7 +144,7 @@ class _Model:
 
     def legal_ep(self, ranks: int) -> list[int]:
         """Experts are divided evenly, and what one of them is sharded over divides its matrices."""
-        if not self.native or (self.sizes and not self.sizes.experts):
+        if not self.native or self.experts_adapted or (self.sizes and not self.sizes.experts):
             return [1]
         return [n for n in _divisors(ranks) if n == 1 or self.sizes is None or self._divides_experts(n, ranks // n)]
 

@@ -12,9 +12,11 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float | None) -> float
     Every shard counts once, wherever it is and however many copies it has. The norm is the same on all ranks.
     """
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter in (p for p in parameters if p.grad is not None):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         by_mesh.setdefault(mesh, []).append(parameter)
+    if not by_mesh:
+        return 0.0
     total = torch.stack([_norm(group) for group in by_mesh.values()]).norm()
     for group in by_mesh.values() if limit is not None else ():
         nn.utils.clip_grads_with_norm_(group, limit, total)
@@ -23,5 +25,5 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float | None) -> float
 
 def _norm(parameters: list[nn.Parameter]) -> Tensor:
     """Of parameters on one mesh."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

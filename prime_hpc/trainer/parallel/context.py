@@ -52,7 +52,8 @@ class ContextParallel:
             len(places), device=places.device))  # fmt: skip
         before = local[row.scored - 1]
         mine = before >= 0
-        return Part(_take(row, places, padding), before[mine], row.scored[mine],
+        divided = replace(_take(row, places, padding), adapters=_adapters_within(row, ranges, padding))
+        return Part(divided, before[mine], row.scored[mine],
                     sum(max(0, min(r.stop, n) - r.start) for r in ranges))  # fmt: skip
 
     def unite(self, base: Tensor, row: PackedRow, part: Part, values: Tensor) -> Tensor:
@@ -75,6 +76,17 @@ class ContextParallel:
         size = -(-n // chunks)
         mine = Chunks([n], ranks).of(rank) if self.style == "ring" else (rank,)
         return [range(i * size, (i + 1) * size) for i in mine], size * chunks - n
+
+
+def _adapters_within(row: PackedRow, ranges: list[range], padding: int) -> dict[str, int]:
+    """Tokens of each adapter among those of some places; padding is the last one's."""
+    counts, begin = {}, 0
+    for adapter, n in row.adapters.items():
+        last = begin + n == len(row.token_ids)
+        end = begin + n + padding * last
+        counts[adapter] = sum(len(range(max(begin, r.start), min(end, r.stop))) for r in ranges)
+        begin = end
+    return counts
 
 
 def _take(row: PackedRow, places: Tensor, padding: int) -> PackedRow:
