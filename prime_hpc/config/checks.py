@@ -13,7 +13,7 @@ from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sizes import trainer_ranks
+from prime_hpc.config.sizes import rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.errors import ConfigProblem, nearest_name
 
@@ -225,9 +225,10 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
     sft = config.trainer.sft
     if not sft.data or not Path(sft.data).is_file():
         yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
-    ranks = trainer_ranks(config)
-    if sft.batch_size % ranks:
-        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size, f"a multiple of trainer.ranks = {ranks}")
+    rows = rows_at_once(config)
+    if sft.batch_size % rows:
+        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
+                            f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
 

@@ -47,6 +47,12 @@ def trainer_ranks(config: RunConfig) -> int:
     return nodes * max(1, _trainer_gpus(config)) if config.launcher.on_slurm else 1
 
 
+def rows_at_once(config: RunConfig) -> int:
+    """Packed rows that the trainer's ranks compute at a time, each on cp * tp of them."""
+    parallel = config.trainer.parallel
+    return max(1, trainer_ranks(config) // (parallel.cp * parallel.tp))
+
+
 def inference_size(config: RunConfig) -> Size:
     """Engines on nodes of Slurm: several on a node, or one on several nodes; without GPUs spread evenly."""
     replicas, nodes = config.inference.replicas, config.cluster.components.inference.nodes

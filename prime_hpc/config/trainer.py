@@ -50,6 +50,16 @@ class ParallelConfig:
 
     dp_replicate: Positive = 1
     """Copies of the sharded model (hybrid sharding), each on ranks / dp_replicate neighbouring ranks."""
+    cp: Positive = 1
+    """Ranks that divide each packed row (context parallelism)."""
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """ulysses exchanges heads for tokens around attention, at most one rank for each query head; ring passes keys and
+    values on."""
+    tp: Positive = 1
+    """Ranks that divide attention heads and channels of dense MLPs (tensor parallelism)."""
+    ep: Positive | Literal["auto"] = 1
+    """Ranks that divide the experts, within those that share a copy of the model; auto takes the largest number that
+    divides both and fits a node."""
 
 
 @dataclass(kw_only=True)

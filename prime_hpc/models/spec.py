@@ -82,6 +82,28 @@ def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
     return text["num_hidden_layers"] * values * dtype_bytes
 
 
+@dataclass(frozen=True)
+class Divisions:
+    """Sizes of a model that parallelism divides. `widths` are those of its dense and shared MLPs."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    widths: list[int]
+    experts: int
+    expert_width: int
+
+
+def divisions(hf_config: HFConfig) -> Divisions:
+    """The sizes that parallelism divides; no experts in a dense model."""
+    text = _text(hf_config)
+    experts, width = _num_experts(text), text.get("moe_intermediate_size") or text["intermediate_size"]
+    dense = not all(_is_sparse(text, i) for i in range(text["num_hidden_layers"])) if experts else True
+    shared = text.get("shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    widths = [size for size in (text["intermediate_size"] * dense, shared * bool(experts)) if size]
+    return Divisions(text["hidden_size"], text["num_attention_heads"], _kv_heads(text), widths, experts, width)
+
+
 def device_peak_flops(name: str) -> float | None:
     """Dense bfloat16 FLOP/s of a device by its name as CUDA gives it; None for one that is not in `PEAK_FLOPS`."""
     return next((flops for part, flops in PEAK_FLOPS.items() if _words(part) <= _words(name)), None)

@@ -3,12 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from prime_hpc.config.optimizer import OptimizerConfig
 from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.trainer.parallel.clip import clip_gradients
 
 WHOLE = ""
 """The tenant of a run that trains all weights rather than adapters."""
@@ -78,9 +77,7 @@ class GuardedOptimizer:
 
     def _clip(self, optimizers: list[Optimizer]) -> float:
         parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return clip_gradients(parameters, self.config.max_grad_norm)
 
     def _count(self, step: int, losses: dict[str, float], norms: dict[str, float]) -> None:
         finite = all(math.isfinite(value) for value in (*losses.values(), *norms.values()))
