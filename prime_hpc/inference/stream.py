@@ -1,5 +1,6 @@
 """A worker rank's end of streamed weights, whatever the engine."""
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from prime_hpc.errors import CorruptData, InfrastructureFailure
 from prime_hpc.transport.buckets import Layout, digest, sums_of, unpack
-from prime_hpc.transport.links import Link, go_key, losing, open_link, ready_key
+from prime_hpc.transport.links import Link, announce, go_key, losing, open_link, ready_key
 from prime_hpc.transport.weights import Stream, read_manifest
 
 
@@ -70,7 +71,9 @@ class StreamReceiver:
         with losing(f"the sender at {address}"):
             self._store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False,
                                         timeout=timedelta(seconds=stream.stall_s))  # fmt: skip
-        self._link = open_link(stream.backend, link, self._store, self._rank, self._size, self._device, stream.stall_s)
+            announce(self._store, link, self._rank)
+        self._link = open_link(stream.backend, self._store, link, self._rank, self._size, self._device, stream.stall_s,
+                               time.monotonic() + stream.stall_s)  # fmt: skip
         self._name = f"{address} {link}"
 
     def _wait_for_sign(self, version: str) -> None:

@@ -6,7 +6,6 @@ engine's link. While a bucket is on its way the next one is gathered, so a rank 
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,10 +18,8 @@ from prime_hpc.trainer.hf_weights import named_weights
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.weights_files import FileWriter, group
 from prime_hpc.transport.buckets import Layout, digest, pack, sums_of
-from prime_hpc.transport.links import Link, go_key, open_link, ready_key
+from prime_hpc.transport.links import Link, announce, go_key, open_link, ready_key, wait_until
 from prime_hpc.transport.weights import Receiver, Stream, TensorEntry
-
-POLL_S = 0.005
 
 
 class _Peer(NamedTuple):
@@ -96,22 +93,21 @@ class StreamSender:
             yield from self._policy.conversion.to_hf(name, self._files.whole_tensor(tensor)).values()
 
     def _connect(self, receivers: dict[str, Receiver]) -> None:
-        """Keep links that are still asked for, open new ones at once, close the rest."""
+        """Keep links that are still asked for, open new ones, close the rest; all have the same deadline."""
         for name in [n for n, peer in self._peers.items() if receivers.get(n) != peer.receiver]:
             self._peers.pop(name).link.close()
         new = {name: receiver for name, receiver in receivers.items() if name not in self._peers}
-        if new:
-            with ThreadPoolExecutor(len(new)) as pool:
-                links = pool.map(self._try_open, new.values())
-            self._peers.update({name: _Peer(new[name], link) for name, link in zip(new, links, strict=True) if link})
-
-    def _try_open(self, receiver: Receiver) -> Link | None:
-        try:
-            return open_link(self._backend, receiver.link, self._store, 0, 1 + receiver.workers, self._world.device,
-                             self._stall_s)  # fmt: skip
-        except InfrastructureFailure as error:
-            self._role.log.warning("%s", error)
-            return None
+        deadline = time.monotonic() + self._stall_s
+        for receiver in new.values():
+            announce(self._store, receiver.link, 0)
+        for name, receiver in new.items():
+            try:
+                link = open_link(self._backend, self._store, receiver.link, 0, 1 + receiver.workers,
+                                 self._world.device, self._stall_s, deadline)  # fmt: skip
+            except InfrastructureFailure as error:
+                self._role.log.warning("%s does not get weights: %s", name, error)
+            else:
+                self._peers[name] = _Peer(receiver, link)
 
     def _start_together(self, version: str) -> None:
         """Wait until every engine has stopped sampling, leave out those that do not, and give the rest the sign."""
@@ -119,10 +115,7 @@ class StreamSender:
 
         def wait(peer: _Peer) -> None:
             keys = [ready_key(peer.receiver.link, version, rank) for rank in range(1, 1 + peer.receiver.workers)]
-            while not self._store.check(keys):
-                if time.monotonic() > deadline:
-                    raise InfrastructureFailure(f"an engine was not ready for v{version} in {self._ready_s:.0f} s")
-                time.sleep(POLL_S)
+            wait_until(lambda: self._store.check(keys), "an engine that is to stop sampling", deadline)
 
         self._each(wait)
         self._each(lambda peer: self._store.set(go_key(peer.receiver.link, version), ""))

@@ -51,18 +51,24 @@ class Link(Protocol):
         ...
 
 
+def announce(store: dist.Store, name: str, rank: int) -> None:
+    """Tell the other ends of link `name` that this one is there."""
+    store.set(f"{name}.here.{rank}", "")
+
+
 def open_link(
-    backend: str, name: str, store: dist.Store, rank: int, size: int, device: torch.device, stall_s: float
-) -> Link:
-    """Meet the other ends in `store` and connect.
+    backend: str, store: dist.Store, name: str, rank: int, size: int, device: torch.device, stall_s: float,
+    deadline: float,
+) -> Link:  # fmt: skip
+    """Connect with the other ends of link `name`, once all have announced themselves in `store`.
 
     Raises:
-        InfrastructureFailure: one of them did not come within `stall_s` seconds.
+        InfrastructureFailure: one of them did not come by `deadline` (monotonic seconds).
     """
-    kept = dist.PrefixStore(name, store)
+    peers = [f"{name}.here.{peer}" for peer in range(size)]
     with losing(f"the other ends of link {name}"):
-        kept.set(f"here.{rank}", "")
-        kept.wait([f"here.{peer}" for peer in range(size)], timedelta(seconds=stall_s))
+        wait_until(lambda: store.check(peers), f"an end of link {name}", deadline)
+        kept = dist.PrefixStore(name, store)
         if backend == "ipc":
             return IpcLink(kept, rank, size, device, stall_s)
         return CollectiveLink(backend, kept, rank, size, device, stall_s)
@@ -99,7 +105,7 @@ class CollectiveLink:
 
     def _finish(self, work: dist.Work, peer: str) -> None:
         """Wait on the host, as only there is a deadline."""
-        _wait_until(work.is_completed, peer, self._stall_s)
+        wait_until(work.is_completed, peer, time.monotonic() + self._stall_s)
         with losing(peer):
             work.wait()
 
@@ -167,11 +173,16 @@ def _open_nccl(store: dist.Store, rank: int, size: int) -> Any:
         return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
 
-def _wait_until(condition: Callable[[], bool], peer: str, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
+def wait_until(condition: Callable[[], bool], peer: str, deadline: float) -> None:
+    """Return once `condition` holds; a wait inside torch would keep other threads from its store.
+
+    Raises:
+        InfrastructureFailure: it did not by `deadline` (monotonic seconds); `peer` is to blame.
+    """
+    begin = time.monotonic()
     while not condition():
         if time.monotonic() > deadline:
-            raise InfrastructureFailure(f"{peer} stood still for {limit_s:.0f} s; see its log")
+            raise InfrastructureFailure(f"{peer} stood still for {time.monotonic() - begin:.0f} s; see its log")
         time.sleep(POLL_S)
 
 
