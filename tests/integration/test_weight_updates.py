@@ -11,11 +11,11 @@ from prime_hpc.inference.parameters import checksum
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import read_manifest
-from tests.integration.weights_rig import Load, Rig, rig, steps_of
+from tools.weights_rig import Load, Rig, rig, steps_of
 
 TRANSPORTS = ["filesystem", "delta", "nccl"]
 PROMPT = [1, 4, 5, 6, 7, 8, 9, 10, 11, 2]
-SLOW = {"skill0": 1.0, "token_s": 0.02}
+FAKE = {"engine": "tests.fake_engine", "engine_args": {"skill0": 1.0, "token_s": 0.02}}
 
 
 async def checksums(fleet: Fleet) -> dict[str, dict[str, str]]:
@@ -45,7 +45,7 @@ def test_updates_in_a_row_under_load(tmp_path: Path, tiny_model: Path, transport
         await fleet.close()
         return load
 
-    with rig(tmp_path / "run", tiny_model, engine_args=SLOW, transport=transport, full_every=20) as made:
+    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport=transport, full_every=20) as made:
         load = asyncio.run(follow(made))
         manifests = [read_manifest(path) for path in made.paths.weights.glob("v*")]
     assert load.failed == []
@@ -66,10 +66,10 @@ def test_an_engine_that_comes_late_serves_the_current_version_only(
         watching = asyncio.create_task(fleet.watch())
         for _ in range(3):
             await made.update(fleet, made.train())
-        made.processes["inference-1"].kill()
+        made.engines.processes["inference-1"].kill()
         await made.update(fleet, made.train())
         assert serving(fleet) == ["inference-0"]
-        made.start_engine("inference-1")
+        made.engines.start("inference-1")
         await asyncio.to_thread(made.roles["orchestrator-0"].rendezvous.wait, "inference-1", "base_url", 60)
         for _ in range(100):
             await asyncio.sleep(0.1)
@@ -80,7 +80,7 @@ def test_an_engine_that_comes_late_serves_the_current_version_only(
         assert await checksums(fleet) == dict.fromkeys(("inference-0", "inference-1"), expected(made))
         watching.cancel()
 
-    with rig(tmp_path / "run", tiny_model, transport=transport, full_every=50, stall_s=3) as made:
+    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport=transport, full_every=50, stall_s=3) as made:
         asyncio.run(follow(made))
 
 
@@ -109,10 +109,8 @@ def test_a_wrong_tensor_is_caught_by_the_canary_and_named(tmp_path: Path, tiny_m
         (request,) = control.take(made.paths.control)
         return {"unit": request.unit, "action": request.action, "why": request.why}
 
-    with rig(tmp_path / "run", tiny_model, canary_every=1, canary_bound=0.05) as made:
+    with rig(tmp_path / "run", tiny_model, inference=FAKE, canary_every=1, canary_bound=0.05) as made:
         asked = asyncio.run(follow(made))
     assert (asked["action"], asked["unit"]) == ("restart", "inference-1")
     assert "inference-1 scores the canary of v0.1" in asked["why"]
     assert "wrong in 1 parameters, first model.layers.0.mlp.up_proj.weight" in asked["why"]
-
-
