@@ -40,12 +40,12 @@ class HostCopy:
         Raises:
             CorruptData: files on the shared filesystem are missing or damaged.
         """
+        held = self.version
         try:
-            self._follow(_chain(directory, self.version))
+            self._follow(_chain(directory, held))
         except CorruptData:
-            if self.version is None:
+            if held is None:
                 raise
-            self.version = None
             self._follow(_chain(directory, None))
         return self._folder
 

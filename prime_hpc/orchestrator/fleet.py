@@ -191,16 +191,25 @@ class Fleet:
 
         All are connected before the first stops sampling, as the stream waits for the last.
         """
-        states = await asyncio.gather(*(self._probe(e) for e in self.engines))
-        asked = [(e, state) for e, state in zip(self.engines, states, strict=True) if state]
-        for engine, _ in asked:
-            engine.link = engine.link or f"{engine.name}.{uuid.uuid4().hex[:8]}"
-        receivers = {e.name: Receiver(link=e.link, workers=state["workers"]) for e, state in asked}
-        write_atomic(target.directory / RECEIVERS, msgspec.json.encode(receivers))
-        prepared = await asyncio.gather(*(self._try_prepare(e, target) for e, _ in asked))
-        ready = [(e, seconds) for (e, _), seconds in zip(asked, prepared, strict=True) if isinstance(seconds, float)]
+        asked = await self._invite(target)
+        prepared = await asyncio.gather(*(self._try_prepare(e, target) for e in asked))
+        ready = [(e, seconds) for e, seconds in zip(asked, prepared, strict=True) if isinstance(seconds, float)]
         loaded = await asyncio.gather(*(self._try(e, target, seconds) for e, seconds in ready))
         return [*loaded, *(p for p in prepared if not isinstance(p, float))]
+
+    async def _invite(self, target: _Target) -> list[Engine]:
+        """Tell the trainer which engines take part; one that serves and does not answer is left behind."""
+        engines = list(self.engines)
+        states = dict(zip(engines, await asyncio.gather(*(self._probe(e) for e in engines)), strict=True))
+        for engine in engines:
+            if states[engine]:
+                engine.link = engine.link or f"{engine.name}.{uuid.uuid4().hex[:8]}"
+            elif engine.serving:
+                self._leave_behind(engine, InferenceFailure(f"it gave no answer for {PROBE_S:.0f} s"))
+        asked = {engine: state for engine, state in states.items() if state}
+        receivers = {e.name: Receiver(link=str(e.link), workers=state["workers"]) for e, state in asked.items()}
+        write_atomic(target.directory / RECEIVERS, msgspec.json.encode(receivers))
+        return list(asked)
 
     async def _try(
         self, engine: Engine, target: _Target, prepare_s: float | None = None
