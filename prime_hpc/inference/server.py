@@ -62,7 +62,8 @@ async def serve(role: Role, start: Start, listener: socket.socket) -> None:
         host_copy = HostCopy(role.paths.host_copy(role.process.name)) if role.config.update.chosen == "delta" else None
         policy = PolicyEngine(engine, version=initial_version(role), model=role.config.model.served_name,
                               process=role.process.name, acks=role.paths.acks, host_copy=host_copy,
-                              stamps=StampLog(role.config.inference.stamps_kept), reach=role.reach)  # fmt: skip
+                              stamps=StampLog(role.config.inference.stamps_kept), adapters=role.config.lora.served,
+                              reach=role.reach)  # fmt: skip
         await policy.start()
         server = Server(uvicorn.Config(application(policy, below, role.secrets.token), log_level=logging.WARNING,
                                        access_log=False, timeout_keep_alive=KEEP_ALIVE_S,

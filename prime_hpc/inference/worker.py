@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from prime_hpc.inference import parameters
@@ -21,6 +22,7 @@ from prime_hpc.inference.receive import (
     answers_errors,
     check,
     check_complete,
+    read_shapes,
     shapes_in,
     streamed_shapes,
 )
@@ -36,7 +38,8 @@ class WeightReceiver:
     def prime_hpc_verify(self, directory: str, version: str) -> Answer:
         """Check the files of `directory` against its manifest; nothing of the model is touched."""
         manifest = check(Path(directory), version)
-        check_complete(shapes_in(Path(directory), manifest), Path(self.model_config.model), Path(directory))
+        if self.vllm_config.lora_config is None:
+            check_complete(shapes_in(Path(directory), manifest), Path(self.model_config.model), Path(directory))
         self._prime_hpc_manifest = manifest
         return {"digest": manifest.digest}
 
@@ -44,11 +47,14 @@ class WeightReceiver:
     def prime_hpc_load(self, directory: str, acks: str, process: str) -> Answer:
         """Load the verified `directory` and write this rank's acknowledgement under `acks`."""
         begin, manifest = time.monotonic(), self._prime_hpc_manifest
-        read: list[str] = []
-        files = [Path(directory) / name for name in manifest.files]
-        reload_model(self.get_model(), self.vllm_config, _tensors(files, read))
+        files = [Path(directory) / name for name in sorted(manifest.files)]
+        if self.vllm_config.lora_config is None:
+            reload_model(self.get_model(), self.vllm_config, _tensors(files))
+        else:
+            self._prime_hpc_reload_adapters(files)
+        n_tensors = sum(len(read_shapes(file)) for file in files)
         return acknowledge(Path(acks), process, self._prime_hpc_rank, manifest.version, manifest.digest, begin=begin,
-                           n_tensors=len(read))  # fmt: skip
+                           n_tensors=n_tensors)  # fmt: skip
 
     @answers_errors
     def prime_hpc_join(self, directory: str, version: str, process: str, link: str) -> Answer:
@@ -80,6 +86,13 @@ class WeightReceiver:
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
+    def _prime_hpc_reload_adapters(self, files: list[Path]) -> None:
+        """Replace adapters by those in the folders of `files`. Each keeps its number, hence requests that run go on
+        with the new one."""
+        for number, file in enumerate(files, 1):
+            self.remove_lora(number)
+            self.add_lora(LoRARequest(file.parent.name, number, lora_path=str(file.parent)))
+
 
 def reload_model(model: torch.nn.Module, vllm_config: VllmConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Replace all weights of a running model, layer by layer and in place.
@@ -96,10 +109,9 @@ def reload_model(model: torch.nn.Module, vllm_config: VllmConfig, tensors: Itera
         torch.cuda.synchronize()
 
 
-def _tensors(files: list[Path], read: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the files by name; the names go to `read`."""
-    for path in sorted(files):
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the files by name."""
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                read.append(name)
                 yield name, file.get_tensor(name)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from blake3 import blake3
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from prime_hpc.models.conversion import Conversion
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import INDEX, SINGLE, named_weights
+from prime_hpc.trainer.lora import merge
+from prime_hpc.trainer.lora import whole as whole_values
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.transport import delta
 from prime_hpc.transport.weights import DELTA_SUFFIX, FileEntry
@@ -53,7 +57,7 @@ class FileWriter:
             if mine:
                 self._write_file(directory / file, save(kept, {"format": "pt"}), written, whole=whole)
         if self._world.first and whole and len(files) > 1:
-            self._write_index(directory, files, tensors)
+            write_index(directory, files, tensors, self._policy.conversion)
         parts = gather([written.files, written.deltas])
         return Written(*({name: FileEntry(**entry) for part in parts for name, entry in part[kind].items()}
                          for kind in (0, 1)))  # fmt: skip
@@ -66,17 +70,19 @@ class FileWriter:
         """Buffers keep their precision: a rounded score correction would route tokens otherwise than in training."""
         return self._dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
-    def whole_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor from the shards of all ranks, in the dtype that is published."""
-        cast = tensor.detach().to(self.published_dtype(tensor))
-        return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor from the shards of all ranks, in the dtype that is published, merged with an adapter if any."""
+        dtype, lora = self.published_dtype(tensor), self._policy.lora
+        if lora and name in lora.updates:
+            return merge(lora, name, whole_values(tensor), lora.adapters[0]).to(dtype)
+        return whole_values(tensor.detach().to(dtype))
 
     def _gather(self, tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
         """Gather tensor by tensor, on all ranks; the one whose file it is keeps them on its host."""
         kept = {}
         for name, tensor in tensors.items():
-            whole = self.whole_tensor(tensor)
-            for hf_name, part in self._policy.conversion.to_hf(name, whole).items() if keep else ():
+            values = self.whole_tensor(name, tensor)
+            for hf_name, part in self._policy.conversion.to_hf(name, values).items() if keep else ():
                 # a copy, as the file format refuses tensors that share memory
                 kept[hf_name] = part.to("cpu", copy=True).contiguous()
         return kept
@@ -94,17 +100,30 @@ class FileWriter:
             written.deltas[path.name] = _entry(changes)
         self._last[path.name] = new
 
-    def _write_index(self, directory: Path, files: dict[str, list[str]], tensors: dict[str, Tensor]) -> None:
-        weight_map = {piece.name: file for file, names in files.items() for name in names
-                      for piece in self._policy.conversion.pieces(name, tensors[name].shape)}  # fmt: skip
-        (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-
 
 def make_directory(path: Path, world: World) -> None:
     """A new, empty directory; returns on every rank once it is there."""
     if world.first:
         path.mkdir(parents=True)
     dist.barrier()
+
+
+def write_index(
+    directory: Path, files: dict[str, list[str]], tensors: dict[str, Tensor], conversion: Conversion
+) -> None:
+    """Which of several files holds which tensor of the checkpoint's names."""
+    weight_map = {piece.name: file for file, names in files.items() for name in names
+                  for piece in conversion.pieces(name, tensors[name].shape)}  # fmt: skip
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """`save_file`, whose error hides that of the file system in its text."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), str(error)) from error if number else error
 
 
 def divide(sizes: dict[str, int]) -> dict[str, list[str]]:

@@ -90,7 +90,7 @@ class StreamSender:
     def _gather(self, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
         """Whole Hugging Face tensors, one native tensor after the other."""
         for name, tensor in tensors.items():
-            yield from self._policy.conversion.to_hf(name, self._files.whole_tensor(tensor)).values()
+            yield from self._policy.conversion.to_hf(name, self._files.whole_tensor(name, tensor)).values()
 
     def _connect(self, receivers: dict[str, Receiver]) -> None:
         """Keep links that are still asked for, open new ones, close the rest; all have the same deadline."""

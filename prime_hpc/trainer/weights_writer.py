@@ -6,15 +6,18 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.sections import ModelConfig
 from prime_hpc.trainer.canary import CanaryScorer
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import INDEX
+from prime_hpc.trainer.lora import make_peft_folder, peft_tensors
 from prime_hpc.trainer.model import PolicyModel
-from prime_hpc.trainer.weights_files import FileWriter, Written, make_directory
+from prime_hpc.trainer.weights_files import FileWriter, Written, make_directory, save_tensors
 from prime_hpc.trainer.weights_sender import StreamSender
 from prime_hpc.transport import weights
 from prime_hpc.transport.messages import PolicyVersion
@@ -28,27 +31,31 @@ class WeightsWriter:
     """Every rank takes part in every call, since every tensor is gathered from all ranks."""
 
     def __init__(self, role: Role, world: World, policy: PolicyModel):
-        self._role, self._world = role, world
+        self._role, self._world, self._policy = role, world, policy
         config = role.config
         self._update = config.update
         wanted = config.trainer.publish_dtype
         self._dtype = config.trainer.dtype if wanted == "auto" else wanted
         self._files = FileWriter(policy, world, self._dtype, self._write, remember=self._update.chosen == "delta")
-        self._sender = StreamSender(role, world, policy, self._files) if self._update.streams else None
-        self._canary = CanaryScorer(policy, world, self._update.canary_every)
+        self._adapters_only = bool(config.lora.served)
+        streams = self._update.streams and not self._adapters_only
+        self._sender = StreamSender(role, world, policy, self._files) if streams else None
+        self._canary = CanaryScorer(policy, world, 0 if self._adapters_only else self._update.canary_every)
         self._published = 0
         self._base: str | None = None
 
     def publish(self, version: PolicyVersion) -> None:
         """Announce `weights/vL.S` and see to it that engines can have it; then remove versions that nobody needs.
 
-        The first version is always whole; weights are streamed from the second on.
+        The first version is always whole; weights are streamed from the second on. Adapters travel whole, in files.
         """
         self._role.reach("update.before")
         final = self._role.paths.weights_version(str(version))
         manifest = WeightsManifest(version=str(version), dtype=self._dtype, canary=self._canary.score())
         whole = self._update.chosen == "filesystem" or self._published % self._update.full_every == 0
-        if self._sender and self._published:
+        if self._adapters_only:
+            self._publish_adapters(final, version)
+        elif self._sender and self._published:
             self._stream(self._sender, final, manifest, whole=whole)
         else:
             self._publish_files(final, manifest, whole=whole)
@@ -56,18 +63,48 @@ class WeightsWriter:
         if self._world.first:
             self._clean_up()
 
-    def export(self) -> Path:
-        """Write `model/` in the run directory: weights, config and tokenizer, ready for any Hugging Face tool."""
-        final = self._role.paths.root / "model"
-        partial = self._begin(final)
+    def export(self) -> None:
+        """Write `model/` in the run directory: weights, config and tokenizer, ready for any Hugging Face tool.
+
+        Of adapters write `adapters/`, and `model/` only with a single one, which is merged.
+        """
+        root, lora = self._role.paths.root, self._policy.lora
         self._files.forget()
-        self._files.write(partial, whole=True)
+        if lora is None or len(lora.adapters) == 1:
+            partial = self._begin(root / "model")
+            self._files.write(partial, whole=True)
+            if self._world.first:
+                describe_model(partial, self._role.config.model, self._dtype)
+            self._put(partial, root / "model")
+        if lora:
+            partial = self._begin(root / "adapters")
+            self._write_adapters(partial)
+            self._put(partial, root / "adapters")
+
+    def _put(self, partial: Path, final: Path) -> None:
         if self._world.first:
-            self._describe_model(partial)
             self._role.lease.check()
             weights.publish(partial, final)
         dist.barrier()
-        return final
+
+    def _publish_adapters(self, final: Path, version: PolicyVersion) -> None:
+        partial = self._begin(final)
+        self._write_adapters(partial)
+        self._role.reach("update.during")
+        if self._world.first:
+            self._role.lease.check()
+            self._role.patience.write(final.name, lambda: weights.seal(partial, version, self._dtype))
+            weights.publish(partial, final)
+
+    def _write_adapters(self, directory: Path) -> None:
+        """Fill `directory` with a folder for each adapter. They are small, so that rank 0 writes them."""
+        config, policy, dtype = self._role.config, self._policy, getattr(torch, self._dtype)
+        for adapter in policy.lora.adapters:
+            tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous()
+                       for name, tensor in peft_tensors(policy.lora, policy.conversion, adapter)}  # fmt: skip
+            if self._world.first:
+                path = make_peft_folder(directory / adapter, config.lora, config.model.path)
+                self._role.patience.write(path.name, lambda path=path, tensors=tensors: save_tensors(tensors, path))
 
     def _publish_files(self, final: Path, manifest: WeightsManifest, *, whole: bool) -> None:
         partial = self._begin(final)
@@ -122,15 +159,6 @@ class WeightsWriter:
     def _write(self, path: Path, data: bytes) -> None:
         self._role.patience.write(path.name, lambda: path.write_bytes(data))
 
-    def _describe_model(self, directory: Path) -> None:
-        model = self._role.config.model
-        for source in dict.fromkeys((model.path, model.tokenizer or model.path)):
-            for path in Path(source).iterdir():
-                if path.suffix in TOKENIZER_SUFFIXES and path.name != INDEX and path.is_file():
-                    shutil.copyfile(path, directory / path.name)
-        config = json.loads((Path(model.path) / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({**config, "dtype": self._dtype}, indent=2))
-
     def _clean_up(self) -> None:
         """Delete leftovers and old versions: those before the newest few, before the oldest that an engine still runs,
         and before the newest whole one, from which engines start."""
@@ -149,3 +177,13 @@ class WeightsWriter:
                 condemned = path.with_name(f".{path.name}.removed")
                 path.rename(condemned)
                 shutil.rmtree(condemned)
+
+
+def describe_model(directory: Path, model: ModelConfig, dtype: str) -> None:
+    """Put beside weights of `dtype` what else makes a model: config and tokenizer."""
+    for source in dict.fromkeys((model.path, model.tokenizer or model.path)):
+        for path in Path(source).iterdir():
+            if path.suffix in TOKENIZER_SUFFIXES and path.name != INDEX and path.is_file():
+                shutil.copyfile(path, directory / path.name)
+    config = json.loads((Path(model.path) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

@@ -1,8 +1,8 @@
 """Policy versions on the shared filesystem: `weights/vL.S/` holds a manifest that says how to come by the weights.
 
-They lie there whole, as safetensors in Hugging Face layout, or as what changed since another version, or the trainer
-offers to stream them. A directory is written under a temporary name and renamed once its manifest lies in it. Readers
-check digests before a single tensor is used.
+They lie there whole, as safetensors in Hugging Face layout or, of adapters, as a folder for each in that of PEFT; or as
+what changed since another version; or the trainer offers to stream them. A directory is written under a temporary name
+and renamed once its manifest lies in it. Readers check digests before a single tensor is used.
 """
 
 import os
@@ -106,8 +106,8 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def seal(directory: Path, version: PolicyVersion, dtype: str) -> WeightsManifest:
-    """Write the manifest over the safetensors files of `directory`, a whole version."""
-    files = {path.name: entry_of(path) for path in sorted(directory.glob("*.safetensors"))}
+    """Write the manifest over the safetensors files of `directory` and its folders, a whole version."""
+    files = {str(path.relative_to(directory)): entry_of(path) for path in sorted(directory.rglob("*.safetensors"))}
     return write_manifest(directory, WeightsManifest(version=str(version), dtype=dtype, files=files))
 
 

@@ -42,7 +42,8 @@ def test_fifty_updates_leave_what_a_fresh_engine_loads(tmp_path: Path, tiny_mode
     settings = {"transport": transport, "canary_every": 1, "canary_bound": 1e-5}
     with rig(tmp_path / "run", tiny_model, **settings) as made:
         load, (first, second) = asyncio.run(follow(made, 50))
-        exported = made.writer.export()
+        made.writer.export()
+        exported = made.paths.root / "model"
     for path in tiny_model.iterdir():
         if not (exported / path.name).exists():
             shutil.copy(path, exported)
