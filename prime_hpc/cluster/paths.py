@@ -47,6 +47,10 @@ class RunPaths:
     def acks(self) -> Path:
         return self.rendezvous / "acks"
 
+    def host_copy(self, process: str) -> Path:
+        """Links to an engine's copy of the weights in the memory of its node."""
+        return self.rendezvous / "host_copies" / process
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

@@ -70,7 +70,7 @@ def _lora_arguments(lora: LoRAConfig) -> dict[str, Any]:
 
 def shares_gpu_with_trainer(plan: RunPlan, engine: ProcessPlan) -> bool:
     """Whether a trainer rank of the plan has a GPU of this engine."""
-    return any(plan.host(t) == plan.host(engine) and set(t.gpus) & set(engine.gpus) for t in plan.of("trainer"))
+    return any(plan.shares_gpu(trainer, engine) for trainer in plan.of("trainer"))
 
 
 def parse(given: dict[str, Any]) -> Namespace:

@@ -50,8 +50,10 @@ class Ledger:
 
     def updated(self, version: PolicyVersion, times: UpdateTimes) -> None:
         """The engines serve `version`; its costs go into the next row, as step `version` may be reported already."""
-        self._update = {"update/version": float(version.step), "update/load_s": times.load_s,
-                        "update/pause_s": times.pause_s}  # fmt: skip
+        self._update = {"update/version": float(version.step), "update/prepare_s": times.prepare_s,
+                        "update/load_s": times.load_s, "update/pause_s": times.pause_s}  # fmt: skip
+        if times.canary is not None:
+            self._update["update/canary"] = times.canary
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         self._monitor.log(step, metrics)

@@ -12,6 +12,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
+from prime_hpc.plan.transport import check_transport
 
 BASE_ENV = {
     "PYTHONUNBUFFERED": "1",
@@ -40,7 +41,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
     """Place every process of a run: on this machine with `gpus` GPUs, or on nodes of Slurm.
 
     Raises:
-        ConfigurationError: the run needs more GPUs than there are.
+        ConfigurationError: the run needs more GPUs than there are, or weights cannot travel as they are to.
     """
     placement = place(config, gpus)
     processes = list(_processes(config, placement))
@@ -49,7 +50,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         process.command += [str(paths.plan), "--process", process.name]
         process.log = str(paths.logs(attempt.number) / f"{process.name}.log")
         process.env = {**BASE_ENV, **config.cluster.env, **process.env}
-    return RunPlan(
+    plan = RunPlan(
         name=run_dir.name,
         run_dir=str(run_dir),
         attempt=attempt.number,
@@ -61,6 +62,8 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         rewind=attempt.rewind,
         config=to_dict(config),
     )
+    check_transport(config, plan)
+    return plan
 
 
 def host_python(config: RunConfig) -> str:

@@ -96,6 +96,10 @@ class RunPlan(msgspec.Struct, kw_only=True):
         """The number of its node among all nodes of the run."""
         return self.group(process).first + process.node
 
+    def shares_gpu(self, one: ProcessPlan, other: ProcessPlan) -> bool:
+        """Whether two processes have a GPU in common."""
+        return bool(set(one.gpus) & set(other.gpus)) and self.host(one) == self.host(other)
+
     def typed_config(self) -> RunConfig:
         return parse(self.config)
 

@@ -40,6 +40,8 @@ def run(role: Role) -> None:
 async def start(role: Role, options: FakeOptions) -> AsyncIterator[tuple[FakeEngine, Starlette]]:
     """The engine and the routes that vLLM would bring."""
     config = role.config
+    if config.update.streams:
+        import torch  # noqa: F401  the first stream must not wait for it
     policy = Policy(Path(config.model.tokenizer or config.model.path), options)
     seed = config.seed + role.process.index
     engine = FakeEngine(policy, options, max_model_len=config.seq_len, seed=seed)
