@@ -1,11 +1,14 @@
 """The root of a run's configuration."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
@@ -54,6 +57,8 @@ class RunConfig:
     """Environments."""
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     """Engines."""
+    frozen: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], FrozenModel] = field(default_factory=dict)
+    """Teachers and references by name."""
     update: UpdateConfig = field(default_factory=UpdateConfig)
     """Weight updates."""
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)

@@ -39,6 +39,12 @@ def gpus_per_replica(config: RunConfig) -> int:
     return tensor * pipeline * data
 
 
+def engine_models(config: RunConfig) -> list[str | None]:
+    """What each engine serves: the policy (None), or a frozen model by name."""
+    frozen = [name for name, model in config.frozen.items() for _ in range(model.replicas) if model.path]
+    return [None] * config.inference.replicas + frozen
+
+
 def trainer_ranks(config: RunConfig) -> int:
     """Trainer processes: what is given, else every GPU of the trainer's nodes under Slurm, else 1."""
     if config.trainer.ranks is not None:
@@ -49,7 +55,7 @@ def trainer_ranks(config: RunConfig) -> int:
 
 def inference_size(config: RunConfig) -> Size:
     """Engines on nodes of Slurm: several on a node, or one on several nodes; without GPUs spread evenly."""
-    replicas, nodes = config.inference.replicas, config.cluster.components.inference.nodes
+    replicas, nodes = len(engine_models(config)), config.cluster.components.inference.nodes
     available = component(config.cluster, "inference").gpus_per_node or 0
     gpus = gpus_per_replica(config) if available else 0
     if gpus > available:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.inference.served import served
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 
 CPU_KV_CACHE_BYTES = 128 * 2**20
@@ -36,13 +37,13 @@ def set_environment(role: Role) -> None:
 
 def arguments(role: Role) -> dict[str, Any]:
     """vLLM's arguments by name: what this product needs, then defaults for the machine, then `inference.vllm`."""
-    config = role.config
+    model = served(role)
     defaults: dict[str, Any] = {
-        "model": config.model.path,
-        "tokenizer": config.model.tokenizer or config.model.path,
-        "served_model_name": config.model.served_name,
-        "max_model_len": config.seq_len,
-        "seed": config.seed + role.process.index,
+        "model": model.path,
+        "tokenizer": model.tokenizer,
+        "served_model_name": model.name,
+        "max_model_len": model.max_tokens,
+        "seed": role.config.seed + role.process.index,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, at its temperature
         "shutdown_timeout": TEARDOWN_S,
         "worker_extension_cls": "prime_hpc.inference.worker.WeightReceiver",
@@ -52,7 +53,7 @@ def arguments(role: Role) -> dict[str, Any]:
         defaults |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
     else:
         defaults |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-    return defaults | config.inference.vllm
+    return defaults | model.vllm
 
 
 def shares_gpu_with_trainer(plan: RunPlan, engine: ProcessPlan) -> bool:

@@ -18,6 +18,7 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import PolicyEngine, TokenEngine
 from prime_hpc.inference.routes import application
+from prime_hpc.inference.served import served
 from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
 
@@ -58,7 +59,7 @@ def initial_version(role: Role) -> PolicyVersion:
 async def serve(role: Role, start: Start, listener: socket.socket) -> None:
     """Start the engine, publish the address once requests are answered, and stay until told to leave."""
     async with start() as (engine, below):
-        policy = PolicyEngine(engine, version=initial_version(role), model=role.config.model.served_name,
+        policy = PolicyEngine(engine, version=initial_version(role), model=served(role).name,
                               process=role.process.name, acks=role.paths.acks,
                               stamps=StampLog(role.config.inference.stamps_kept), reach=role.reach)  # fmt: skip
         await policy.start()

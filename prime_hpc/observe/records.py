@@ -87,6 +87,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "versions": version_runs(sample.versions.numpy()),
         "logprobs": sample.logprobs.numpy().tolist(),
         "advantages": None if sample.advantages is None else sample.advantages.numpy().tolist(),
+        "ref_logprobs": None if sample.ref_logprobs is None else sample.ref_logprobs.numpy().tolist(),
     }
 
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from prime_hpc.algorithms.credit import CreditAssigner
+from prime_hpc.algorithms.credit import CreditAssigner, informative
 from prime_hpc.algorithms.filters import (
     is_off_difficulty,
     trains,
@@ -19,7 +19,7 @@ from prime_hpc.algorithms.filters import (
     without_zero_advantage,
 )
 from prime_hpc.algorithms.packing import pack
-from prime_hpc.algorithms.staleness import Lineages, restrict, token_staleness
+from prime_hpc.algorithms.staleness import Lineages, discounted, restrict, token_staleness
 from prime_hpc.algorithms.trajectories import trajectories
 from prime_hpc.config.checks import source_algorithm
 from prime_hpc.config.run import RunConfig
@@ -29,6 +29,23 @@ from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
 
+LeaveOut = Callable[[Sample], tuple[Sample, int]]
+"""Gives a sample without some of its tokens, and their number."""
+
+
+class Dropped(Counter[str]):
+    """Tokens that left the mask by reason, and in `lengths` the sampled tokens of every sample that they left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[str, list[int]] = defaultdict(list)
+
+    def note(self, sample: Sample, reasons: Mapping[str, int]) -> None:
+        """`sample`, as it was before, loses so many tokens."""
+        for reason, count in reasons.items():
+            self[reason] += count
+            self.lengths[reason].append(int(sample.mask.numpy().sum()))
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -37,7 +54,7 @@ class Batch:
     step: int
     samples: list[Sample]
     groups: list[Group]
-    dropped: Counter
+    dropped: Dropped
     staleness: np.ndarray
     journal_offset: int = 0
 
@@ -86,27 +103,37 @@ class BatchMaker:
         return replace(batch, journal_offset=recorded.offset)
 
     def _make(self, step: int, groups: list[Group], lineages: Lineages) -> Batch:
-        dropped: Counter = Counter()
-        samples = []
+        dropped, samples, settings = Dropped(), [], self._config.orchestrator
         for sample in self._credit(groups, dropped):
-            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, lineages)
-            dropped.update(reasons)
+            if source_algorithm(self._config, sample.source).component == "ce":
+                samples.append(sample)  # a teacher's tokens have no version of the policy
+                continue
+            kept, reasons = restrict(sample, step, settings.max_staleness, lineages)
             if "unstamped" in reasons:  # what its other tokens saw is not known either
-                dropped["unstamped"] += int(kept.mask.numpy().sum())
+                reasons["unstamped"] += int(kept.mask.numpy().sum())
             else:
-                samples.append(kept)
+                samples.append(kept if settings.age_discount == 1 else discounted(kept, step, settings.age_discount))
+            dropped.note(sample, reasons)
         ages = [token_staleness(sample, step) for sample in samples]
         staleness = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
-        if self._config.orchestrator.drop_zero_advantage:
-            samples = [_counted(without_zero_advantage(sample), dropped, "zero_advantage") for sample in samples]
+        if settings.drop_zero_advantage:
+            samples = [_counted(sample, without_zero_advantage, dropped, "zero_advantage") for sample in samples]
         return Batch(step, [s for s in samples if trains(s)], groups, dropped, staleness)
+
+    def informative(self, group: Group) -> bool:
+        """Whether a finished group would train anything by itself."""
+        algorithm = source_algorithm(self._config, group.source)
+        if not any(trains(sample) for sample in self._fit(group, _samples(group), Dropped())):
+            return False
+        played = [t for rollout in group.scored for t in trajectories(rollout)]
+        return not self._config.orchestrator.drop_zero_advantage or informative(played, algorithm)
 
     def state(self) -> dict[str, dict[str, float]]:
         """What the algorithms of the sources remember."""
         seen = {source: state for source, assigner in self._assigners.items() if (state := assigner.state())}
         return {**self._memory, **seen}
 
-    def _credit(self, groups: list[Group], dropped: Counter) -> list[Sample]:
+    def _credit(self, groups: list[Group], dropped: Dropped) -> list[Sample]:
         """All samples in order of their groups. Each source's groups are credited together, by its own algorithm."""
         credited: dict[str, list[Sample]] = {}
         for source in dict.fromkeys(group.source for group in groups):
@@ -115,12 +142,12 @@ class BatchMaker:
             credited |= zip((g.group_id for g in own), self._assigner(source).assign(played), strict=True)
         return [sample for group in groups for sample in self._fit(group, credited[group.group_id], dropped)]
 
-    def _fit(self, group: Group, samples: list[Sample], dropped: Counter) -> list[Sample]:
+    def _fit(self, group: Group, samples: list[Sample], dropped: Dropped) -> list[Sample]:
         """The group's samples, those that the source's filters find without their sampled tokens."""
         filters = source_algorithm(self._config, group.source).filters
         off = filters.difficulty and is_off_difficulty([r.reward for r in group.scored], filters.difficulty)
         reasons = {s.sample_id: "difficulty" if off else unfit(r, filters) for r in group.scored for s in r.samples}
-        return [_counted(without_sampled_tokens(sample), dropped, reason) if (reason := reasons[sample.sample_id])
+        return [_counted(sample, without_sampled_tokens, dropped, reason) if (reason := reasons[sample.sample_id])
                 else sample for sample in samples]  # fmt: skip
 
     def _remember(self, memory: Mapping[str, dict[str, float]]) -> None:
@@ -192,8 +219,14 @@ def _nothing_left(request: BatchRequest) -> RankBatch:
     return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
 
 
-def _counted(outcome: tuple[Sample, int], dropped: Counter, reason: str) -> Sample:
-    sample, count = outcome
+def _samples(group: Group) -> list[Sample]:
+    return [sample for rollout in group.scored for sample in rollout.samples]
+
+
+def _counted(
+    sample: Sample, leave_out: Callable[[Sample], tuple[Sample, int]], dropped: Dropped, reason: str
+) -> Sample:
+    left, count = leave_out(sample)
     if count:
-        dropped[reason] += count
-    return sample
+        dropped.note(sample, {reason: count})
+    return left

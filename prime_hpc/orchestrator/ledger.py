@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
@@ -11,12 +13,13 @@ from prime_hpc.observe.monitor import Monitor, read_metrics
 from prime_hpc.observe.records import RolloutRecorder
 from prime_hpc.orchestrator.batches import Batch, BatchShelf
 from prime_hpc.orchestrator.fleet import UpdateTimes
-from prime_hpc.orchestrator.report import Metrics, batch_metrics, summarise
+from prime_hpc.orchestrator.report import Metrics, batch_metrics, losses, summarise
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, StepReport
 
 TICK_S = 0.5
+NOTHING: Mapping[str, list[float]] = MappingProxyType({})
 
 
 class Ledger:
@@ -37,9 +40,9 @@ class Ledger:
         self._last_report = self._begin
         self._last_tokens = self._tokens = 0
 
-    async def shipped(self, batch: Batch) -> None:
-        """Batch `step` was cut."""
-        self._rows[batch.step].update(batch_metrics(batch))
+    async def shipped(self, batch: Batch, given_up: Mapping[str, list[float]] = NOTHING) -> None:
+        """Batch `step` was cut; `given_up` are rollouts that came to nothing since the last: seconds by reason."""
+        self._rows[batch.step].update(batch_metrics(batch) | losses(given_up))
         self._tokens += sum(done.rollout.completion_tokens for done in batch.rollouts)
         if self._recorder:
             trained = {sample.sample_id: sample for sample in batch.samples}

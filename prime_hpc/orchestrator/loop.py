@@ -12,6 +12,7 @@ from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
+from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import BatchCut, Memory, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
@@ -50,6 +51,7 @@ class Orchestrator:
             await self._connect()
             background += [
                 tasks.create_task(self.fleet.watch()),
+                tasks.create_task(self.frozen.watch()),
                 tasks.create_task(self.server.serve(lambda request: self.ledger.answer(self.shelf, request))),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
@@ -70,6 +72,7 @@ class Orchestrator:
 
     async def _connect(self) -> None:
         self.fleet = await Fleet.connect(self.role)
+        self.frozen = await FrozenModels.connect(self.role)
         shipped = max(self.start_step, self.journal.state.step)
         self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
         await self.versions.first(self.config.cluster.start_timeout_s)
@@ -78,9 +81,10 @@ class Orchestrator:
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
         self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
         self.tasks.restore(self.journal.state)
-        self.runner = Runner(self.role, self.pool, self.fleet)
+        self.runner = Runner(self.role, self.pool, self.fleet, self.frozen)
         self.evaluator = Evaluator(self.role, self.runner, self.pool)
-        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal)
+        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal,
+                                   self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
         self.role.rendezvous.publish("sampling")
 
@@ -109,30 +113,26 @@ class Orchestrator:
         with self.role.heart.waiting(f"version {near}", "trainer-0", self.config.trainer.batch_timeout_s):
             await self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
         for _ in range(self.config.orchestrator.max_empty_batches):
-            groups = await self._take()
+            groups = await self._take(step)
             if self.drained:
                 return None
             batch = self.maker.make(step, groups)
             if batch.samples:
                 return batch
+            if not any(group.informative for group in groups):
+                break
             self.scheduler.drop(batch.groups, "no_gradient")
             self.role.log.warning("no token of %d rollouts carries an advantage, sampling on", len(batch.rollouts))
         raise EnvironmentFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable "
                                  "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
 
-    async def _take(self) -> list[Group]:
-        """Groups of one batch, in the order they finished; none once the run is asked to leave."""
+    async def _take(self, step: int) -> list[Group]:
+        """Groups of batch `step`; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
         with self.role.heart.waiting(f"{size} finished rollouts", "environment", self.config.trainer.batch_timeout_s):
             async with scheduler.changed:
-                await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size or self.drained)
-        if self.drained:
-            return []
-        groups, count = [], 0
-        while count < size:
-            groups.append(scheduler.ready.pop(0))
-            count += len(groups[-1].done)
-        return groups
+                await scheduler.changed.wait_for(lambda: scheduler.enough(step) or self.drained)
+        return [] if self.drained else scheduler.take(step)
 
     async def _ship(self, batch: Batch) -> None:
         self.role.reach("batch.before")
@@ -144,7 +144,9 @@ class Orchestrator:
         self.role.reach("batch.during")
         await self.shelf.put(replace(batch, journal_offset=self.journal.offset))
         self.versions.shipped = batch.step
-        await self.ledger.shipped(batch)
+        self._give_up()
+        await self.ledger.shipped(batch, self.scheduler.given_up)
+        self.scheduler.given_up.clear()
         await self.scheduler.notify()
         self.role.heart.progress(f"shipped batch {batch.step}")
         self.role.reach("batch.after")
@@ -161,6 +163,9 @@ class Orchestrator:
         await self._evaluate(last, last=True)
 
     async def _on_published(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
         """Drop groups whose first tokens would be too old for the next batch, or come from abandoned weights."""
         oldest = self.versions.shipped - self.config.orchestrator.max_staleness
         stale = self.scheduler.cancel_where(lambda group: group.version.step < oldest, "stale")

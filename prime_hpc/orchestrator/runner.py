@@ -1,33 +1,32 @@
 """Runs one rollout to its end: picks an engine, retries what is nobody's fault, keeps the error budget."""
 
 import asyncio
-from collections import deque
 from dataclasses import asdict
 
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.checks import source_name
+from prime_hpc.config.algorithm import OPSD
+from prime_hpc.config.checks import sampled_by, scored_by, source_algorithm, source_name
 from prime_hpc.config.env import SourceConfig
-from prime_hpc.errors import EnvironmentFailure
+from prime_hpc.orchestrator.breaker import Breaker
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.fleet import Fleet
-from prime_hpc.transport.messages import PolicyVersion, RolloutDone, RunRollout
+from prime_hpc.orchestrator.frozen import FrozenModels
+from prime_hpc.transport.messages import Endpoint, PolicyVersion, RolloutDone, RunRollout
 
-BUDGET_WINDOW = 100
-BUDGET_MINIMUM = 20
 RETRY_PAUSE_S = 1.0
 
 
 class Runner:
     """What training and evaluation share: the way of one rollout."""
 
-    def __init__(self, role: Role, pool: EnvPool, fleet: Fleet):
+    def __init__(self, role: Role, pool: EnvPool, fleet: Fleet, frozen: FrozenModels):
         self._role, self._config = role, role.config
         self._pool = pool
-        self._fleet = fleet
+        self._fleet, self._frozen = fleet, frozen
         self._log = role.log
         sources = [*role.config.env.train, *role.config.env.eval.sources]
         self._sources: dict[str, SourceConfig] = {source_name(s): s for s in sources}
-        self._outcomes = {name: deque[bool](maxlen=BUDGET_WINDOW) for name in self._sources}
+        self._breakers = {name: Breaker(name, role.config.env) for name in self._sources}
         self.retries = 0
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion, *,
@@ -35,7 +34,7 @@ class Runner:
         """One rollout, with up to `env.retries` further tries for failures of inference or infrastructure.
 
         Raises:
-            EnvironmentFailure: the source has spent its error budget.
+            EnvironmentFailure: the source has been past its error budget for too long.
         """
         for attempt in range(self._config.env.retries + 1):
             done = await self._try(f"{rollout_id}-{attempt}", source, task_index, version, evaluate)
@@ -51,12 +50,18 @@ class Runner:
 
     async def _try(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion,
                    evaluate: bool) -> RolloutDone:  # fmt: skip
-        engine = await self._fleet.pick()
+        teacher = None if evaluate else sampled_by(self._config, source)
+        engine = self._frozen.pick(teacher) if teacher else await self._fleet.pick()
+        own = Endpoint(base_url=engine.base_url, model=self._config.model.served_name)
+        sampler = self._frozen.endpoint(teacher, engine) if teacher else own
         request = RunRollout(
             rollout_id=rollout_id,
             task_index=task_index,
-            base_url=engine.base_url,
-            model=self._config.model.served_name,
+            base_url=sampler.base_url,
+            model=sampler.model,
+            key_variable=sampler.key_variable,
+            teacher=teacher is not None,
+            reference=None if evaluate else self._reference(source, own),
             version=version,
             sampling=asdict(self._sources[source].sampling),
             evaluate=evaluate,
@@ -68,18 +73,23 @@ class Runner:
             done = await self._pool.run(source, request)
         finally:
             engine.load -= 1
-        if done.rollout.failure and done.rollout.failure.kind == "inference":
+        if done.rollout.failure and done.rollout.failure.kind == "inference" and teacher is None:
             self._fleet.suspect(engine)
         self._role.reach("sampling.after")
         return done
 
+    def _reference(self, source: str, own: Endpoint) -> Endpoint | None:
+        """Who scores the samples of a training source: a frozen model, the policy's own engine, or nobody."""
+        if isinstance(source_algorithm(self._config, source), OPSD):
+            return own
+        name = scored_by(self._config, source)
+        return self._frozen.endpoint(name, self._frozen.pick(name)) if name else None
+
+    def resting_s(self, source: str) -> float:
+        """Seconds that a source has to rest for its errors; 0 while it may be sampled."""
+        return self._breakers[source].resting_s
+
     def _account(self, source: str, done: RolloutDone) -> None:
-        failure = done.rollout.failure
-        outcomes = self._outcomes[source]
-        outcomes.append(failure is not None and failure.kind == "environment")
-        share = sum(outcomes) / len(outcomes)
-        if failure and len(outcomes) >= BUDGET_MINIMUM and share > self._config.env.error_budget:
-            raise EnvironmentFailure(
-                f"{share:.0%} of the last {len(outcomes)} episodes of {source} failed, more than env.error_budget = "
-                f"{self._config.env.error_budget:.0%}; the last one: {failure.type}: {failure.message}"
-            )
+        warning = self._breakers[source].account(done.rollout.failure)
+        if warning:
+            self._log.warning("%s", warning)

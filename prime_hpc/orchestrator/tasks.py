@@ -1,6 +1,6 @@
 """Where the next group's task comes from: a source by its share, then a task by the source's order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from prime_hpc.algorithms.curricula import Mixture, make_sampler
@@ -18,9 +18,13 @@ class TaskStream:
         }
         self._mixture = Mixture({name: s.ratio_schedule or {0: s.ratio} for name, s in sources.items()})
 
-    def draw(self, step: int) -> tuple[str, int, int]:
+    @property
+    def sources(self) -> list[str]:
+        return list(self._samplers)
+
+    def draw(self, step: int, resting: Collection[str] = ()) -> tuple[str, int, int]:
         """Source, number of the draw within it, and index of the task, for a group that is opened for batch `step`."""
-        source = self._mixture.draw(step)
+        source = self._mixture.draw(step, resting)
         sampler = self._samplers[source]
         return source, sampler.draws, sampler.draw()
 

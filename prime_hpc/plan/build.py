@@ -10,6 +10,7 @@ from prime_hpc.config.checks import source_name
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
+from prime_hpc.config.sizes import engine_models
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 
@@ -104,11 +105,11 @@ def _environments(config: RunConfig) -> Iterator[ProcessPlan]:
 
 
 def _inference(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]:
-    for i, slots in enumerate(placement.engines):
+    for i, (slots, frozen) in enumerate(zip(placement.engines, engine_models(config), strict=True)):
         for rank, slot in enumerate(slots):
             name = f"inference-{i}" if rank == 0 else f"inference-{i}-node-{rank}"
             process = _process(config, name, "inference", i, config.inference.engine, slot)
-            process.rank, process.env = rank, dict(config.inference.env)
+            process.rank, process.frozen, process.env = rank, frozen, dict(config.inference.env)
             yield process
 
 

@@ -123,8 +123,20 @@ class WorkerHello(msgspec.Struct, kw_only=True, tag=True):
     running: list[str] = []
 
 
+class Endpoint(msgspec.Struct, kw_only=True):
+    """A model that answers at `base_url`. `key_variable` names the environment variable with its key where that is not
+    the run's token."""
+
+    base_url: str
+    model: str
+    key_variable: str | None = None
+
+
 class RunRollout(msgspec.Struct, kw_only=True, tag=True):
-    """Run task number `task_index` of the worker's source once, against the engine at `base_url`."""
+    """Run task number `task_index` of the worker's source once, against the engine at `base_url`.
+
+    `reference` scores its samples. `teacher` says that a frozen model answers there in the policy's place.
+    """
 
     rollout_id: str
     task_index: int
@@ -134,6 +146,9 @@ class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     sampling: dict[str, float | int | str | None]
     evaluate: bool = False
     time_limit_s: float = 600.0
+    key_variable: str | None = None
+    teacher: bool = False
+    reference: Endpoint | None = None
 
 
 class CancelRollout(msgspec.Struct, kw_only=True, tag=True):

@@ -80,6 +80,12 @@ class FakeEngine:
             await self._running.wait()
             yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if i == min(limit, len(reply)) else None, None)
 
+    def score(self, prompt: list[int]) -> list[tuple[int, float]]:
+        """Every token with a log-probability that depends on it and its place alone."""
+        if self.faults.strikes("error"):
+            raise InferenceFailure("a fault that was asked for")
+        return [(token, -(1 + (token + place) % 8) / 8) for place, token in enumerate(prompt)]
+
     async def pause(self, *, recompute: bool) -> None:
         self._running.clear()
 

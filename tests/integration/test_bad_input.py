@@ -69,8 +69,8 @@ CASES = {
             "'default'?",
             "optimizer.lr = -1: expected at least 0.0",
             "orchestrator.batch_sise = 3: expected no such key; known here: batch_size, group_size, max_staleness, "
-            "max_lead, max_inflight, drop_zero_advantage, max_empty_batches, transport, progress_every_s; "
-            "did you mean 'batch_size'?",
+            "on_stale, age_discount, partial_groups, max_lead, max_inflight, drop_zero_advantage, max_empty_batches, "
+            "transport, progress_every_s; did you mean 'batch_size'?",
         ],
     ),
     "conflicts": (

@@ -11,6 +11,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator import runner as module
 from prime_hpc.orchestrator.fleet import Engine
+from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
 
@@ -45,13 +46,13 @@ class Engines:
         self.suspects.append(engine.name)
 
 
-def make(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, list[Engine]]:
+def make(pool: Pool, monkeypatch: pytest.MonkeyPatch, pause_max_s: float = 600) -> tuple[Runner, list[Engine]]:
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0)
     config = RunConfig()
-    config.env.train = [SourceConfig(id="words")]
+    config.env.train, config.env.pause_max_s = [SourceConfig(id="words")], pause_max_s
     engines = [Engine("inference-0", "http://a", load=1), Engine("inference-1", "http://b")]
     role = SimpleNamespace(config=config, log=logging.getLogger("test"), reach=lambda point: None)
-    return Runner(role, pool, Engines(engines)), engines
+    return Runner(role, pool, Engines(engines), FrozenModels(role)), engines
 
 
 def run(runner: Runner, rollout_id: str = "g-0") -> RolloutDone:
@@ -83,10 +84,16 @@ def test_an_environment_s_failure_is_not_tried_again(monkeypatch: pytest.MonkeyP
     assert len(pool.requests) == 1
 
 
-def test_a_source_past_its_error_budget_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_past_its_error_budget_rests_and_ends_the_run_if_nothing_ever_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner, _ = make(Pool([None] * 9 + ["environment"]), monkeypatch)
-    for i in range(18):
+    for i in range(19):
         run(runner, f"g-{i}")
+    assert runner.resting_s("words") == 0
+    run(runner, "g-19")
+    assert 29 < runner.resting_s("words") <= 30
+    runner, _ = make(Pool([None] * 9 + ["environment"]), monkeypatch, pause_max_s=0)
     with pytest.raises(EnvironmentFailure, match="55% of the last 20 episodes of words failed.*budget = 50%.*as told"):
-        for i in range(2):
-            run(runner, f"h-{i}")
+        for i in range(20):
+            run(runner, f"g-{i}")
