@@ -139,8 +139,12 @@ class Mixture:
 
     def __init__(self, shares: Mapping[str, Mapping[int, float]]):
         """Of each source its share by training step, linear between the steps given and constant outside them."""
-        self._shares = {name: np.array(sorted(points.items()), dtype=float) for name, points in shares.items()}
+        self.set_shares(shares)
         self._credits = dict.fromkeys(shares, 0.0)
+
+    def set_shares(self, shares: Mapping[str, Mapping[int, float]]) -> None:
+        """Shares from now on; what each source is owed stays."""
+        self._shares = {name: np.array(sorted(points.items()), dtype=float) for name, points in shares.items()}
 
     def draw(self, step: int, resting: Collection[str] = ()) -> str:
         """The source of a group that is opened for batch `step`; those that rest keep their credit for later."""

@@ -27,6 +27,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     by_mode = {
         "rl": (_rollouts, _loss, _functions, _sources, _sampling, _engines, _teachers, find_frozen_problems),
         "sft": (_sft,),
+        "replay": (_loss, _replay),
         "serve": (_engines,),
     }
     checks = [_model, _optimizer, *by_mode[config.mode], *((find_slurm_conflicts,) if config.launcher.on_slurm else ())]
@@ -221,6 +222,12 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.sft.batch_size", sft.batch_size, f"a multiple of trainer.ranks = {ranks}")
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def _replay(config: RunConfig) -> Iterator[ConfigProblem]:
+    rollouts = config.trainer.replay.rollouts
+    if not rollouts or not Path(rollouts).is_dir():
+        yield ConfigProblem("trainer.replay.rollouts", rollouts, "the `rollouts` folder of a run")
 
 
 def source_name(source: SourceConfig) -> str:

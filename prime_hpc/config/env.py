@@ -60,6 +60,8 @@ class EvalConfig:
 
     every: NonNegative = 0
     """Steps between evaluations; 0 evaluates at the end only, where there are sources."""
+    every_s: Seconds | None = None
+    """Seconds between evaluations, beside `every`: the first version after them is evaluated."""
     rollouts_per_task: Positive = 1
     """Rollouts of each task."""
     at_start: bool = False

@@ -1,12 +1,9 @@
 """From finished groups to batches: credit, staleness, pruning. A shipped batch is kept until a checkpoint covers it."""
 
 import asyncio
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -18,13 +15,12 @@ from prime_hpc.algorithms.filters import (
     without_sampled_tokens,
     without_zero_advantage,
 )
-from prime_hpc.algorithms.packing import pack
+from prime_hpc.algorithms.packing import pack_batch
 from prime_hpc.algorithms.staleness import Lineages, discounted, restrict, token_staleness
 from prime_hpc.algorithms.trajectories import trajectories
 from prime_hpc.config.checks import source_algorithm
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
-from prime_hpc.models.spec import train_flops
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
@@ -57,6 +53,8 @@ class Batch:
     dropped: Dropped
     staleness: np.ndarray
     journal_offset: int = 0
+    lr: float | None = None
+    """Peak learning rate from this step on, where it was changed while the run worked."""
 
     @property
     def rollouts(self) -> list[RolloutDone]:
@@ -82,7 +80,7 @@ class BatchMaker:
         Groups that give no sample leave no trace in what the algorithms remember.
         """
         before = self.state()
-        batch = self._make(step, groups, self._lineages)
+        batch = self._make(step, groups, self._lineages, self._config.orchestrator.max_staleness)
         if not batch.samples:
             self._remember(before)
         return batch
@@ -96,19 +94,20 @@ class BatchMaker:
         size, cut = self._config.orchestrator.group_size, recorded.cut
         groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
         self._remember(recorded.before.credit)
-        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage))
+        bound = self._config.orchestrator.max_staleness if cut.max_staleness is None else cut.max_staleness
+        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage), bound)
         if [s.sample_id for s in batch.samples] != cut.sample_ids:
             raise CorruptData(f"batch {cut.step} cannot be made again from the journal: its samples differ; "
                               f"resume={cut.step - 1} starts from a checkpoint before it")  # fmt: skip
         return replace(batch, journal_offset=recorded.offset)
 
-    def _make(self, step: int, groups: list[Group], lineages: Lineages) -> Batch:
+    def _make(self, step: int, groups: list[Group], lineages: Lineages, max_staleness: int) -> Batch:
         dropped, samples, settings = Dropped(), [], self._config.orchestrator
         for sample in self._credit(groups, dropped):
             if source_algorithm(self._config, sample.source).component == "ce":
                 samples.append(sample)  # a teacher's tokens have no version of the policy
                 continue
-            kept, reasons = restrict(sample, step, settings.max_staleness, lineages)
+            kept, reasons = restrict(sample, step, max_staleness, lineages)
             if "unstamped" in reasons:  # what its other tokens saw is not known either
                 reasons["unstamped"] += int(kept.mask.numpy().sum())
             else:
@@ -166,9 +165,7 @@ class BatchShelf:
     """Shipped batches by step, until a complete checkpoint covers them; packs them for whoever asks."""
 
     def __init__(self, config: RunConfig):
-        self._max_tokens = config.trainer.micro_batch_tokens or config.seq_len
-        self._last = config.max_steps
-        self._model = json.loads((Path(config.model.path) / "config.json").read_text())
+        self._config, self._last = config, config.max_steps
         self._batches: dict[int, Batch] = {}
         self._packed: dict[tuple[int, int], asyncio.Task[list[list[MicroBatch]]]] = {}
         self._changed = asyncio.Condition()
@@ -199,16 +196,14 @@ class BatchShelf:
             micro_batches=ranks[request.rank],
             sample_ids=[s.sample_id for s in batch.samples],
             journal_offset=batch.journal_offset,
+            lr=batch.lr,
         )
 
     async def _pack(self, batch: Batch, world: int) -> list[list[MicroBatch]]:
         key = (batch.step, world)
         if key not in self._packed:
-            self._packed[key] = asyncio.create_task(asyncio.to_thread(self._pack_now, batch, world))
+            self._packed[key] = asyncio.create_task(asyncio.to_thread(pack_batch, batch.samples, world, self._config))
         return await self._packed[key]
-
-    def _pack_now(self, batch: Batch, world: int) -> list[list[MicroBatch]]:
-        return pack(batch.samples, world, self._max_tokens, partial(train_flops, self._model))
 
     def _forget(self, checkpointed: int) -> None:
         self._batches = {step: b for step, b in self._batches.items() if step > checkpointed}

@@ -58,6 +58,8 @@ class BatchCut(msgspec.Struct, tag=True, kw_only=True):
     group_ids: list[str]
     sample_ids: list[str]
     memory: Memory = msgspec.field(default_factory=Memory)
+    max_staleness: int | None = None
+    """The bound in force, which may change while the run works."""
 
 
 class GroupsDropped(msgspec.Struct, tag=True, kw_only=True):

@@ -16,6 +16,7 @@ from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import BatchCut, Memory, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
+from prime_hpc.orchestrator.live import LiveControl
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.tasks import TaskStream
@@ -55,6 +56,7 @@ class Orchestrator:
                 tasks.create_task(self.server.serve(lambda request: self.ledger.answer(self.shelf, request))),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
+                tasks.create_task(self.live.follow()),
                 tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions)),
             ]
             await self._ship_again()
@@ -86,6 +88,7 @@ class Orchestrator:
         self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal,
                                    self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
+        self.live = LiveControl(self.role, self.scheduler, self.tasks)
         self.role.rendezvous.publish("sampling")
 
     async def _ship_again(self) -> None:
@@ -93,7 +96,7 @@ class Orchestrator:
         for recorded in self.journal.state.batches.values():
             batch = self.maker.make_again(recorded)
             await self.shelf.put(batch)
-            await self.ledger.shipped(batch)
+            await self.ledger.shipped(batch, recorded.cut.lineage)
         self.journal.state.batches.clear()
 
     async def _watch_drain(self) -> None:
@@ -139,13 +142,14 @@ class Orchestrator:
         group_ids, sample_ids = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
         memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
         cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids,
-                       memory=memory)  # fmt: skip
+                       memory=memory, max_staleness=self.config.orchestrator.max_staleness)  # fmt: skip
         self.journal.append(cut, durable=True)
         self.role.reach("batch.during")
-        await self.shelf.put(replace(batch, journal_offset=self.journal.offset))
+        batch = replace(batch, journal_offset=self.journal.offset, lr=self.live.lr)
+        await self.shelf.put(batch)
         self.versions.shipped = batch.step
         self._give_up()
-        await self.ledger.shipped(batch, self.scheduler.given_up)
+        await self.ledger.shipped(batch, self.lineages.current, self.scheduler.given_up)
         self.scheduler.given_up.clear()
         await self.scheduler.notify()
         self.role.heart.progress(f"shipped batch {batch.step}")

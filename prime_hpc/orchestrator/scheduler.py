@@ -26,10 +26,9 @@ class Scheduler:
         self.open: dict[str, Group] = {}
         self.given_up: dict[str, list[float]] = defaultdict(list)
         """Of every rollout that was given up since anybody looked, by reason, the seconds since its group began."""
-        self.closed = False
+        self.closed = self.paused = False
         self.changed = asyncio.Condition()
         self._settings = settings
-        self._max_inflight = settings.max_inflight or settings.batch_size
         self._runner, self._stream, self._versions, self._journal = runner, stream, versions, journal
         self._tasks: dict[str, asyncio.Task] = {}
         self._alarm: asyncio.Task | None = None
@@ -125,10 +124,11 @@ class Scheduler:
         ahead = sum(g.size for g in self.open.values()) + self.ready_rollouts + size
         return (
             not self.closed
+            and not self.paused
             and not self._all_rest()
             and self._versions.lead < self._settings.max_lead + 1
             and self.ready_rollouts < self._settings.batch_size
-            and self.inflight + size <= self._max_inflight
+            and self.inflight + size <= (self._settings.max_inflight or self._settings.batch_size)
             and ahead <= (self._settings.max_staleness + 1 - self._versions.lead) * self._settings.batch_size
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from prime_hpc.algorithms.curricula import Mixture, make_sampler
+from prime_hpc.config.checks import source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.orchestrator.journal import JournalState
 
@@ -16,7 +17,7 @@ class TaskStream:
             name: make_sampler(source.order, min(filter(None, (num_tasks[name], source.num_tasks)), default=None), seed)
             for name, source in sources.items()
         }
-        self._mixture = Mixture({name: s.ratio_schedule or {0: s.ratio} for name, s in sources.items()})
+        self._mixture = Mixture({name: _shares(source) for name, source in sources.items()})
 
     @property
     def sources(self) -> list[str]:
@@ -27,6 +28,10 @@ class TaskStream:
         source = self._mixture.draw(step, resting)
         sampler = self._samplers[source]
         return source, sampler.draws, sampler.draw()
+
+    def set_ratios(self, sources: Sequence[SourceConfig]) -> None:
+        """Shares of the sources from now on."""
+        self._mixture.set_shares({source_name(source): _shares(source) for source in sources})
 
     def observe(self, source: str, task: int, rewards: Sequence[float]) -> None:
         """A group of the task has ended with these rewards; without any it says nothing."""
@@ -47,3 +52,7 @@ class TaskStream:
         for name, sampler in self._samplers.items():
             sampler.restore(memory.get("samplers", {}).get(name) or sampler.state())
             sampler.draws = journal.draws.get(name, 0)
+
+
+def _shares(source: SourceConfig) -> Mapping[int, float]:
+    return source.ratio_schedule or {0: source.ratio}

@@ -81,7 +81,7 @@ def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]
     if config.mode == "rl":
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
-    if config.mode != "sft":
+    if config.mode in ("rl", "serve"):
         yield from _inference(config, placement)
     if config.mode != "serve":
         yield from _trainer(config, placement)

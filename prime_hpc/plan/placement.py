@@ -61,7 +61,7 @@ def place_gpus(config: RunConfig, gpus: int) -> tuple[list[list[int]], list[list
         _refuse_cuda(config)
         return [[]] * replicas, [[]] * processes
     per_replica = gpus_per_replica(config)
-    engines = 0 if config.mode == "sft" else replicas * per_replica
+    engines = 0 if config.mode in ("sft", "replay") else replicas * per_replica
     shared = config.trainer.share_gpu
     if shared is None:
         shared = engines + ranks > gpus

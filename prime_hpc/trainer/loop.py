@@ -1,5 +1,6 @@
 """One rank of the trainer, from start to end. RL and SFT run the same loop; only where batches come from differs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
 from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
+from prime_hpc.trainer.record_source import RecordSource
 from prime_hpc.trainer.sft_source import SFTSource
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.batches import BatchSource, open_source
@@ -45,6 +47,8 @@ def run(role: Role) -> None:
         if not received.micro_batches:
             break
         batch, step = received, step + 1
+        if batch.lr is not None:
+            optimizer.config = replace(optimizer.config, lr=batch.lr)
         role.reach("step.before")
         role.rendezvous.publish("training", step=step)
         role.heart.progress(f"training step {step}")
@@ -104,6 +108,8 @@ def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int
 def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> BatchSource:
     if role.config.mode == "sft":
         return SFTSource(role, world, policy)
+    if role.config.mode == "replay":
+        return RecordSource(role, world)
     return open_source(role, world.rank, world.size)
 
 

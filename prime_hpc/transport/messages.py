@@ -193,6 +193,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     """Batch `step` as one data-parallel rank sees it. Every rank gets the same number of micro-batches.
 
     `sample_ids` are those of the whole batch, in order; `journal_offset` is where a resume after this step begins.
+    `lr` is the peak learning rate from this step on, where it was changed while the run worked.
     An empty `micro_batches` with `last` tells the trainer to stop.
     """
 
@@ -202,6 +203,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     sample_ids: list[str]
     journal_offset: int
     last: bool = False
+    lr: float | None = None
 
 
 class StepReport(msgspec.Struct, kw_only=True):

@@ -111,3 +111,42 @@ def test_records_past_their_budget_are_removed_oldest_first(tmp_path: Path) -> N
     for step in (8, 9, 10):
         recorder.flush(step)
     assert [path.name for path in (tmp_path / "rollouts").glob("step_*")] == ["step_10.jsonl.zst"]
+
+
+def test_a_recorded_batch_is_the_batch_that_was_trained(tmp_path: Path) -> None:
+    recorder, role = make(tmp_path)
+    [done] = [rollout("a")]
+    [sample] = done.rollout.samples
+    trained = msgspec.structs.replace(
+        sample, advantages=Array.of([0, 0.1, -0.3], "f4"), ce_weights=Array.of([0.2, 0, 0], "f4"), temperature=0.7
+    )
+    recorder.add(1, done, {sample.sample_id: trained})
+    recorder.add(1, rollout("b"))
+    manifest = BatchManifest(step=1, lineage=0, sample_ids=[sample.sample_id], journal_offset=7)
+    recorder.flush(1, manifest)
+    assert read_batch(role.paths.rollouts, 1) == [trained]
+    recorder.add(1, rollout("b"))
+    recorder.flush(1, manifest)
+    with pytest.raises(CorruptData, match="does not hold the samples"):
+        read_batch(role.paths.rollouts, 1)
+    with pytest.raises(CorruptData, match="step_2.json is missing"):
+        read_batch(role.paths.rollouts, 2)
+
+
+def test_every_token_of_a_record_shows_its_fate() -> None:
+    sample = {
+        "token_ids": [1, 2, 3, 4, 5, 6, 7],
+        "mask": [0, 1, 1, 1, 1, 0, 0],
+        "versions": [["0.0", 1, 6]],
+        "advantages": [0, 1, -1, 0, 1, 0, 0],
+        "rl_weights": [1, 1, 1, 1, 0, 1, 1],
+        "ce_weights": [0, 0, 0, 0, 0, 0, 0.5],
+        "ref_kl_weights": None,
+        "trained": True,
+    }
+    assert fates(sample) == [
+        "context", "pushed up", "pushed down", "no gradient", "no gradient", "left out", "learned",
+    ]  # fmt: skip
+    assert fates({**sample, "trained": False}) == ["context", *["left out"] * 5, "context"]
+    teacher = {**sample, "versions": [], "advantages": None, "ce_weights": [0, 1, 1, 1, 1, 0, 0], "rl_weights": [0] * 7}
+    assert fates(teacher) == ["context", *["learned"] * 4, "context", "context"]
