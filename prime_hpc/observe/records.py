@@ -74,14 +74,16 @@ class BatchManifest(msgspec.Struct, kw_only=True):
     lineage: int
     sample_ids: list[str]
     journal_offset: int
+    lr: float | None = None
+    """Peak learning rate from this step on, where it was changed while the run worked."""
 
 
 def manifest_path(rollouts: Path, step: int) -> Path:
     return rollouts / f"step_{step}.json"
 
 
-def read_batch(rollouts: Path, step: int) -> list[Sample]:
-    """The samples of batch `step` as the trainer got them, stream for stream.
+def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample]]:
+    """Batch `step` with its samples as the trainer got them, stream for stream.
 
     Raises:
         CorruptData: records or manifest are missing, or do not fit each other.
@@ -96,7 +98,7 @@ def read_batch(rollouts: Path, step: int) -> list[Sample]:
     samples = [_to_sample(source, record) for source, record in records]
     if [sample.sample_id for sample in samples] != manifest.sample_ids:
         raise CorruptData(f"{record_path(rollouts, step)} does not hold the samples that its manifest names")
-    return samples
+    return manifest, samples
 
 
 def record_path(rollouts: Path, step: int) -> Path:
@@ -128,7 +130,7 @@ def _sample(sample: Sample, trained: bool) -> dict[str, Any]:
         "mask": sample.mask.numpy().astype(int).tolist(),
         "versions": version_runs(sample.versions.numpy()),
         "logprobs": sample.logprobs.numpy().tolist(),
-        **{name: stream and stream.numpy().tolist() for name in OPTIONAL for stream in [getattr(sample, name)]},
+        **{name: None if (stream := getattr(sample, name)) is None else stream.numpy().tolist() for name in OPTIONAL},
     }
 
 

@@ -57,7 +57,7 @@ class Ledger:
             trained = {sample.sample_id: sample for sample in batch.samples}
             for done in batch.rollouts:
                 self._recorder.add(batch.step, done, trained)
-            manifest = BatchManifest(step=batch.step, lineage=lineage, journal_offset=batch.journal_offset,
+            manifest = BatchManifest(step=batch.step, lineage=lineage, journal_offset=batch.journal_offset, lr=batch.lr,
                                      sample_ids=[sample.sample_id for sample in batch.samples])  # fmt: skip
             await asyncio.to_thread(self._recorder.flush, batch.step, manifest)
             if batch.step == 1 and (preview := Preview.of(self._role.config.model)):

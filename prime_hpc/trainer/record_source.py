@@ -28,10 +28,10 @@ class RecordSource:
             CorruptData: it was not recorded.
         """
         self._log(report)
-        samples = read_batch(self._rollouts, step)
+        manifest, samples = read_batch(self._rollouts, step)
         return RankBatch(step=step, rank=self._world.rank, journal_offset=0, last=step == self._until,
                          micro_batches=pack_batch(samples, self._world.size, self._role.config)[self._world.rank],
-                         sample_ids=[sample.sample_id for sample in samples])  # fmt: skip
+                         sample_ids=manifest.sample_ids, lr=manifest.lr)  # fmt: skip
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         """Log the last step, write the summary and declare the run complete."""

@@ -29,7 +29,7 @@ def teacher(model: Path) -> str:
 def test_sources_learn_from_rewards_teachers_and_demonstrations_at_once(tmp_path: Path, tiny_model: Path) -> None:
     run = LocalRun(tmp_path, tiny_model, "taught", "max_steps=2", teacher(tiny_model), *COMMON,
                    "inference.engine_args={skill0: 0.4, skill_per_version: 0}")  # fmt: skip
-    code, text = run.wait()
+    code, text = run.wait(600)
     assert code == 0, text
     records = [r for step in (1, 2) for r in read_records(record_path(run.root / "rollouts", step))]
     assert {r["source"] for r in records} == {"scored", "taught", "shown", "pulled"}
