@@ -27,7 +27,7 @@ def batch_metrics(batch: Batch) -> Metrics:
     }
     metrics.update({f"dropped/{reason}": float(count) for reason, count in sorted(batch.dropped.items())})
     metrics.update({f"dropped/{reason}/length": _mean(lengths) for reason, lengths in batch.dropped.lengths.items()})
-    metrics.update({f"errors/{kind}": float(n) for kind, n in _failures(rollouts).items()})
+    metrics.update({f"errors/{name}": float(n) for name, n in _failures(rollouts).items()})
     for source in ("all", *sorted({r.source for r in rollouts})):
         metrics.update(_scores(f"train/{source}", [r for r in batch.scored if source in ("all", r.source)]))
     return metrics
@@ -87,7 +87,9 @@ def _scores(prefix: str, scored: list[Rollout]) -> Metrics:
 
 
 def _failures(rollouts: list[Rollout]) -> Counter:
-    return Counter(r.failure.kind for r in rollouts if r.failure)
+    """Failures by kind, and by kind and type."""
+    failures = [r.failure for r in rollouts if r.failure]
+    return Counter([f.kind for f in failures] + [f"{f.kind}/{f.type}" for f in failures])
 
 
 def _mean(values: list[Any]) -> float:
