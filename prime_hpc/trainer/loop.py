@@ -80,21 +80,18 @@ def run(role: Role) -> None:
 def forward_backward(
     policy: PolicyModel, batch: RankBatch, role: Role, world: distributed.World, version: PolicyVersion
 ) -> BatchResult:
-    """Accumulate the gradient of the batch's loss; `version` is that of the weights. The result is alike on all ranks.
-
-    FSDP averages gradients over ranks while the loss is a sum over them, hence the factor.
-    """
+    """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
     counts = count_tokens(batch.micro_batches).tensor()
     dist.all_reduce(counts)
-    total = TokenCounts.from_tensor(counts)
+    total = TokenCounts.from_tensor(counts // world.row_ranks)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
     for micro in batch.micro_batches:
         tensors = MicroBatchTensors.of(micro, world.device)
         logprobs, entropy = policy(PackedRow.of(micro, tensors))
         loss, metrics = compute_loss(logprobs, entropy, tensors, role.config.loss, total, version.pack())
-        (loss * world.size).backward()
+        loss.backward()
         totals.add(loss, metrics, micro, hf_config)
-    return totals.reduce()
+    return totals.reduce(world)
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
@@ -110,7 +107,7 @@ def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> B
         return SFTSource(role, world, policy)
     if role.config.mode == "replay":
         return RecordSource(role, world)
-    return open_source(role, world.rank, world.size)
+    return open_source(role, world.dp_rank, world.dp_size, asks=world.rank % world.row_ranks == 0)
 
 
 def _report(

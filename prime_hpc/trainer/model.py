@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
@@ -22,6 +22,7 @@ from prime_hpc.models.family import Family
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.parallel.shard import shard
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -188,16 +189,12 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     """
     trainer = config.trainer
     policy = _build_on_meta(config, world.device).eval()
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     for block in policy.blocks:
         if trainer.compile:
             block.forward = torch.compile(block.forward)
         if trainer.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    shard(policy, policy.blocks, world.mesh, getattr(torch, trainer.dtype))
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)

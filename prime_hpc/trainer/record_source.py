@@ -29,8 +29,8 @@ class RecordSource:
         """
         self._log(report)
         manifest, samples = read_batch(self._rollouts, step)
-        return RankBatch(step=step, rank=self._world.rank, journal_offset=0, last=step == self._until,
-                         micro_batches=pack_batch(samples, self._world.size, self._role.config)[self._world.rank],
+        return RankBatch(step=step, rank=self._world.dp_rank, journal_offset=0, last=step == self._until,
+                         micro_batches=pack_batch(samples, self._world.dp_size, self._role.config)[self._world.dp_rank],
                          sample_ids=manifest.sample_ids, lr=manifest.lr)  # fmt: skip
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
