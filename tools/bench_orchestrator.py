@@ -220,10 +220,16 @@ async def bench(role: Role, episodes: int, servers: int, load: Load) -> dict[str
         await sampling
     for process in processes:
         process.kill()
-    return {"in flight": most, "episodes a second": counted / seconds, "CPU ms an episode": 1000 * cpu / counted,
-            "busy": cpu / seconds, "delay p99 ms": 1000 * float(np.percentile(tally.delays[started:], 99)),
-            "memory MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            **{f"ended: {end}": count for end, count in tally.ends.items()}, "lost": sum(tally.ends.values()) - batched - waiting}  # fmt: skip
+    return {
+        "in flight": most,
+        "episodes a second": counted / seconds,
+        "CPU ms an episode": 1000 * cpu / counted,
+        "busy": cpu / seconds,
+        "delay p99 ms": 1000 * float(np.percentile(tally.delays[started:], 99)),
+        "memory MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        **{f"ended: {end}": count for end, count in tally.ends.items()},
+        "lost": sum(tally.ends.values()) - batched - waiting,
+    }
 
 
 def main() -> None:

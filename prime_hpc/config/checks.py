@@ -27,6 +27,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     by_mode = {
         "rl": (_rollouts, _loss, _functions, _sources, _sampling, _engines, _teachers, find_frozen_problems),
         "sft": (_sft,),
+        "sample": (_rollouts, _functions, _sources, _sampling, _engines, _teachers, find_frozen_problems),
         "replay": (_loss, _replay),
         "serve": (_engines,),
     }

@@ -33,9 +33,9 @@ class RunConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    mode: Literal["rl", "sft", "replay", "serve"] = "rl"
-    """rl: sample, score and train at once. sft: train on rows of messages. replay: train on what another run recorded.
-    serve: engines only."""
+    mode: Literal["rl", "sft", "sample", "replay", "serve"] = "rl"
+    """rl: sample, score and train at once. sft: train on rows of messages. sample: rl without a trainer, so `max_steps`
+    batches of the base model. replay: train on what another run recorded. serve: engines only."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0

@@ -30,6 +30,7 @@ def components_of(config: RunConfig) -> list[str]:
         "rl": ("orchestrator", "inference", "trainer"),
         "sft": ("trainer",),
         "replay": ("trainer",),
+        "sample": ("orchestrator", "inference"),
         "serve": ("inference",),
     }
     return [name for name in COMPONENTS if name in present[config.mode]]

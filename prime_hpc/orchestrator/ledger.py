@@ -82,7 +82,7 @@ class Ledger:
     async def answer(self, shelf: BatchShelf, request: BatchRequest) -> RankBatch:
         """The shelf's answer, after the report that came with the question was taken down."""
         if request.report and request.report.step > self._reported:
-            await self._report(request.report)
+            await self.report(request.report)
         return await shelf.answer(request)
 
     async def wait_reported(self, step: int) -> None:
@@ -109,7 +109,8 @@ class Ledger:
         write_json(paths.summary, summarise(rows, time.monotonic() - self._begin, self._idle()), durable=True)
         draw_reward_curve(paths.metrics, paths.root / "reward_curve.png", self._role.plan.name)
 
-    async def _report(self, report: StepReport) -> None:
+    async def report(self, report: StepReport) -> None:
+        """Write the row of a step, with what the trainer measured."""
         now = time.monotonic()
         row = {**self._rows.pop(report.step, {}), **report.metrics, **self._update}
         self._update = {}

@@ -24,7 +24,7 @@ from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
 from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, read_manifest
-from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.messages import PolicyVersion, StepReport
 
 DRAIN_POLL_S = 0.5
 
@@ -34,6 +34,9 @@ class Orchestrator:
 
     def __init__(self, role: Role):
         self.role, self.config = role, role.config
+        self.trains = self.config.mode == "rl"
+        if not self.trains:
+            self.config.orchestrator.max_staleness = self.config.max_steps  # the base model never ages
         checkpoint = _covering(role)
         self.start_step = checkpoint.step if checkpoint else 0
         self.journal = open_journal(role, checkpoint)
@@ -77,7 +80,8 @@ class Orchestrator:
         self.frozen = await FrozenModels.connect(self.role)
         shipped = max(self.start_step, self.journal.state.step)
         self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
-        await self.versions.first(self.config.cluster.start_timeout_s)
+        if self.trains:
+            await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
@@ -151,6 +155,9 @@ class Orchestrator:
         self._give_up()
         await self.ledger.shipped(batch, self.lineages.current, self.scheduler.given_up)
         self.scheduler.given_up.clear()
+        if not self.trains:
+            self.versions.published = PolicyVersion(self.lineages.current, batch.step)
+            await self.ledger.report(StepReport(step=batch.step, metrics={}))
         await self.scheduler.notify()
         self.role.heart.progress(f"shipped batch {batch.step}")
         self.role.reach("batch.after")

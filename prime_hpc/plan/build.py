@@ -78,12 +78,12 @@ def interpreter(config: RunConfig, name: str) -> str:
 
 
 def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]:
-    if config.mode == "rl":
+    if config.mode in ("rl", "sample"):
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
-    if config.mode in ("rl", "serve"):
+    if config.mode in ("rl", "sample", "serve"):
         yield from _inference(config, placement)
-    if config.mode != "serve":
+    if config.mode not in ("sample", "serve"):
         yield from _trainer(config, placement)
 
 

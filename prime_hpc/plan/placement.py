@@ -56,7 +56,7 @@ def place_gpus(config: RunConfig, gpus: int) -> tuple[list[list[int]], list[list
     Engines come first, ranks after them or, shared, beside them.
     """
     replicas, processes = len(engine_models(config)), trainer_ranks(config)
-    ranks = 0 if config.trainer.device == "cpu" or config.mode == "serve" else processes
+    ranks = 0 if config.trainer.device == "cpu" or config.mode in ("sample", "serve") else processes
     if gpus == 0:
         _refuse_cuda(config)
         return [[]] * replicas, [[]] * processes
