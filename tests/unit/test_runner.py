@@ -6,14 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from prime_hpc.config.algorithm import GRPO, OPD, OPSD, AlgorithmConfig, Distillation
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.frozen import FrozenModel
+from prime_hpc.config.loss import PPOLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator import runner as module
 from prime_hpc.orchestrator.fleet import Engine
 from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.orchestrator.runner import Runner
-from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
+from prime_hpc.transport.messages import Endpoint, Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
 
 
 class Pool:
@@ -97,3 +100,27 @@ def test_a_source_past_its_error_budget_rests_and_ends_the_run_if_nothing_ever_s
     with pytest.raises(EnvironmentFailure, match="55% of the last 20 episodes of words failed.*budget = 50%.*as told"):
         for i in range(20):
             run(runner, f"g-{i}")
+
+
+def test_teachers_sample_and_references_score_training_rollouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = FrozenModel(base_url="http://far/", model="big", key_variable="FAR_KEY")
+    endpoint = Endpoint(base_url="http://far", model="big", key_variable="FAR_KEY")
+
+    def asked(algorithm: AlgorithmConfig, ref_tau: float = 0.0, evaluate: bool = False) -> RunRollout:
+        pool = Pool([None])
+        runner, _ = make(pool, monkeypatch)
+        runner._config.algorithm, runner._config.frozen["far"] = algorithm, far
+        runner._config.loss = PPOLoss(ref_tau=ref_tau, reference="far")
+        runner._frozen = asyncio.run(FrozenModels.connect(runner._role))
+        asyncio.run(runner.run("g-0", "words", 5, PolicyVersion(0, 3), evaluate=evaluate))
+        return pool.requests[0]
+
+    taught = asked(Distillation(teacher="far"))
+    assert (taught.base_url, taught.model, taught.key_variable, taught.teacher) == ("http://far", "big", "FAR_KEY", True)
+    assert taught.reference is None
+    for request in (asked(OPD(teacher="far")), asked(GRPO(), ref_tau=0.1)):
+        assert (request.base_url, request.teacher, request.reference) == ("http://b", False, endpoint)
+    assert asked(OPSD()).reference == Endpoint(base_url="http://b", model="policy")
+    assert asked(GRPO()).reference is None
+    evaluated = asked(Distillation(teacher="far"), evaluate=True)
+    assert (evaluated.base_url, evaluated.teacher, evaluated.reference) == ("http://b", False, None)
