@@ -116,8 +116,8 @@ def test_teachers_sample_and_references_score_training_rollouts_alone(monkeypatc
         return pool.requests[0]
 
     taught = asked(Distillation(teacher="far"))
-    assert (taught.base_url, taught.model, taught.key_variable, taught.teacher) == ("http://far", "big", "FAR_KEY", True)
-    assert taught.reference is None
+    asked_of = Endpoint(base_url=taught.base_url, model=taught.model, key_variable=taught.key_variable)
+    assert (asked_of, taught.teacher, taught.reference) == (endpoint, True, None)
     for request in (asked(OPD(teacher="far")), asked(GRPO(), ref_tau=0.1)):
         assert (request.base_url, request.teacher, request.reference) == ("http://b", False, endpoint)
     assert asked(OPSD()).reference == Endpoint(base_url="http://b", model="policy")
