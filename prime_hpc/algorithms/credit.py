@@ -7,7 +7,7 @@ import numpy as np
 from prime_hpc.algorithms import advantages
 from prime_hpc.algorithms.filters import trains, without_zero_advantage
 from prime_hpc.algorithms.imports import import_function
-from prime_hpc.algorithms.routing import Component, route
+from prime_hpc.algorithms.routing import route
 from prime_hpc.algorithms.shaping import shaped_rewards
 from prime_hpc.algorithms.trajectories import Trajectory
 from prime_hpc.config.algorithm import (
@@ -45,7 +45,7 @@ class CreditAssigner:
                 raise ValueError(f"rewards must be finite, {trajectory.episode} has {trajectory.reward}: failed "
                                  "rollouts have no place in a group")  # fmt: skip
         if self._config.component != "rl":
-            return [[_routed(sample, self._config.component) for t in group for sample in t.samples]
+            return [[route(sample, self._config.component) for t in group for sample in t.samples]
                     for group in groups]  # fmt: skip
         values = self._values(groups)
         return [[sample for t, v in zip(group, of_group, strict=True) for sample in spread(t, v)]
@@ -106,12 +106,6 @@ def spread(trajectory: Trajectory, value: Value) -> list[Sample]:
     ends = np.cumsum([int(sample.mask.numpy().sum()) for sample in trajectory.samples])
     parts = np.split(values, ends[:-1])
     return [advantages.with_advantage(sample, part) for sample, part in zip(trajectory.samples, parts, strict=True)]
-
-
-def _routed(sample: Sample, component: Component) -> Sample:
-    if component == "ref_kl" and sample.ref_logprobs is None:
-        raise ValueError(f"{sample.sample_id} was not scored under the reference")
-    return route(sample, component)
 
 
 def _peers(trajectory: Trajectory, episode_agents: list[str]) -> tuple[str, str | None]:

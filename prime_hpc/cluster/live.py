@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from prime_hpc.cluster.files import write_atomic
+from prime_hpc.errors import CorruptData
 
 
 class Live(msgspec.Struct, kw_only=True, frozen=True):
@@ -16,8 +17,15 @@ class Live(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read_live(path: Path) -> Live:
-    """The changes so far; none where there is no file."""
-    return msgspec.json.decode(path.read_bytes(), type=Live) if path.exists() else Live()
+    """The changes so far; none where there is no file.
+
+    Raises:
+        CorruptData: somebody wrote something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Live) if path.exists() else Live()
+    except msgspec.MsgspecError as error:
+        raise CorruptData(f"{path} is not what `tune` writes: {error}") from error
 
 
 def write_live(path: Path, live: Live) -> None:

@@ -28,7 +28,8 @@ def changed(config: RunConfig, values: dict[str, Any]) -> RunConfig:
     for key, value in values.items():
         _put(raw, key, value)
     made = parse(raw)
-    if problems := [p for p in find_conflicts(made) if p.key in values]:
+    before = find_conflicts(config)
+    if problems := [problem for problem in find_conflicts(made) if problem not in before]:
         raise ConfigurationError(problems)
     return made
 

@@ -16,6 +16,8 @@ from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import Endpoint, Sample
 
 TRIES = 3
+TIMEOUT_S = 120.0
+"""Of one request; the worker's answer is due soon after the episode's limit."""
 RETRY_PAUSE_S = 1.0
 REFUSED = 400
 
@@ -43,7 +45,7 @@ class Scorer:
 
     async def __aenter__(self) -> "Scorer":
         self._http = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=aiohttp.TCPConnector(limit=0, force_close=True)
         )
         return self
 

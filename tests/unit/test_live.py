@@ -1,6 +1,9 @@
 """What may change while a run works, and how it is written down."""
 
+import asyncio
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,9 @@ from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.live import changed, take_over
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
+from prime_hpc.orchestrator import live as module
+from prime_hpc.orchestrator.live import LiveControl
+from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.plan.build import Attempt, build_plan
 
 
@@ -57,3 +63,41 @@ def test_changes_add_up_and_bad_ones_change_nothing(run: Path, capsys: pytest.Ca
     assert read_live(RunPaths(run).live) == after
     assert main([str(run), "paused=false", "optimizer.lr=1e-6"]) == 0
     assert read_live(RunPaths(run).live).values["optimizer.lr"] == 1e-6
+
+
+def test_a_running_orchestrator_takes_what_makes_sense_and_says_what_does_not(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig()
+    config.model.path = str(tiny_model)
+    config.env.train = [SourceConfig(id="words"), SourceConfig(id="games")]
+    stream = TaskStream({source.id: source for source in config.env.train}, {"words": None, "games": None}, 0)
+    role = SimpleNamespace(config=config, paths=RunPaths(tmp_path), log=logging.getLogger("test"))
+    notified = []
+
+    async def notify() -> None:
+        notified.append(True)
+
+    scheduler = SimpleNamespace(paused=False, notify=notify)
+    control = LiveControl(role, scheduler, stream)
+
+    async def told(text: str) -> None:
+        before = len(notified)
+        RunPaths(tmp_path).live.write_text(text)
+        async with asyncio.timeout(10):
+            while len(notified) == before and "is not what" not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        following = asyncio.create_task(control.follow())
+        await told('{"paused": true, "values": {"optimizer.lr": 0.5, "env.train.1.ratio": 9}}')
+        assert scheduler.paused and control.lr == config.optimizer.lr == 0.5
+        assert [stream.draw(1)[0] for _ in range(10)].count("games") == 9
+        await told('{"values": {"optimizer.lr": -1}}')
+        assert scheduler.paused and control.lr == 0.5 and "at least 0.0" in caplog.text
+        await told("paused")
+        following.cancel()
+
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    asyncio.run(scenario())
+    assert "live.json is not what `tune` writes" in caplog.text
