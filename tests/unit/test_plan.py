@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.plan.build import Attempt, build_plan
@@ -65,3 +66,13 @@ def test_sft_has_trainer_ranks_only(tmp_path: Path) -> None:
     made = config(ranks=2)
     made.mode = "sft"
     assert [p.component for p in build_plan(made, tmp_path, Attempt(), gpus=0).processes] == ["trainer", "trainer"]
+
+
+def test_frozen_models_have_engines_beside_those_of_the_policy() -> None:
+    made = RunConfig(frozen={"big": FrozenModel(path="/big", replicas=2), "far": FrozenModel(base_url="http://a")})
+    made.inference.gpus_per_replica, made.trainer.ranks = 2, 1
+    plan = build_plan(made, Path("/runs/one"), Attempt(), 8)
+    assert [p.name for p in plan.engines()] == ["inference-0"]
+    assert [(p.name, p.gpus) for p in plan.serving("big")] == [("inference-1", [2, 3]), ("inference-2", [4, 5])]
+    assert plan.serving("far") == []
+    assert [p.gpus for p in plan.of("trainer")] == [[6]]
