@@ -194,7 +194,7 @@ async def bench(role: Role, episodes: int, servers: int, load: Load) -> dict[str
     maker, versions = BatchMaker(role.config, Lineages([])), Trained()
     stream = TaskStream({SOURCE: role.config.env.train[0]}, {SOURCE: None}, 0)
     runner = Runner(role, pool, OneEngine(), FrozenModels(role))  # type: ignore[arg-type]
-    journal = Journal.start(role.paths.root / "journal.bin")
+    journal = Journal.start(role.paths.journal)
     scheduler = Scheduler(role, runner, stream, versions, journal, maker.informative)  # type: ignore[arg-type]
     serving = asyncio.create_task(pool.serve())
     await pool.wait_ready([SOURCE], 120)

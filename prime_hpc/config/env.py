@@ -50,6 +50,8 @@ class SourceConfig:
     """Sampling parameters."""
     algorithm: AlgorithmConfig | None = None
     """Credit assignment of this training source; the run's when left out."""
+    adapter: str | None = None
+    """The adapter of `lora.adapters` that this source samples from and trains; the first when left out."""
 
 
 @dataclass(kw_only=True)
@@ -91,10 +93,6 @@ class EnvConfig:
     retries: NonNegative = 2
     """Times an episode that failed for no fault of its own (inference or infrastructure) is run again."""
     error_budget: Fraction = 0.5
-    """Share of environment errors among the last 100 episodes of a source past which it rests and the log says why."""
-    rest_s: Seconds = 30.0
-    """First rest of a source past its budget; twice as long each time, until an episode succeeds."""
-    pause_max_s: Annotated[float, Field(ge=0)] = 600.0
-    """A source that has had no success for this long since its first rest ends the run."""
+    """Share of environment errors among the last 100 episodes of a source past which it pauses."""
     scoring_timeout_s: Seconds = 120.0
     """Hard limit of scoring, within that of the episode; `env_args: {agent: {timeout: {scoring: ...}}}` goes before."""

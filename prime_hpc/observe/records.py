@@ -125,6 +125,7 @@ def _sample(sample: Sample, trained: bool) -> dict[str, Any]:
     return {
         "sample_id": sample.sample_id,
         "trained": trained,
+        "adapter": sample.adapter,
         "temperature": sample.temperature,
         "token_ids": sample.token_ids.numpy().tolist(),
         "mask": sample.mask.numpy().astype(int).tolist(),
@@ -141,6 +142,7 @@ def _to_sample(source: str, record: dict[str, Any]) -> Sample:
     return Sample(
         sample_id=record["sample_id"],
         source=source,
+        adapter=record["adapter"],
         temperature=record["temperature"],
         token_ids=Array.of(record["token_ids"], "i4"),
         mask=Array.of(record["mask"], "bool"),

@@ -99,7 +99,7 @@ class BatchMaker:
         if [s.sample_id for s in batch.samples] != cut.sample_ids:
             raise CorruptData(f"batch {cut.step} cannot be made again from the journal: its samples differ; "
                               f"resume={cut.step - 1} starts from a checkpoint before it")  # fmt: skip
-        return replace(batch, journal_offset=recorded.offset)
+        return replace(batch, journal_offset=recorded.offset, lr=cut.lr)
 
     def _make(self, step: int, groups: list[Group], lineages: Lineages, max_staleness: int) -> Batch:
         dropped, samples, settings = Dropped(), [], self._config.orchestrator
@@ -180,6 +180,9 @@ class BatchShelf:
         self._batches[batch.step] = batch
         async with self._changed:
             self._changed.notify_all()
+
+    def holds(self, step: int) -> bool:
+        return step in self._batches
 
     async def answer(self, request: BatchRequest) -> RankBatch:
         """The asked batch as the rank sees it, once it exists; an empty one past the last step."""

@@ -5,9 +5,10 @@ from dataclasses import asdict
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.algorithm import OPSD
-from prime_hpc.config.checks import sampled_by, scored_by, source_algorithm, source_name
+from prime_hpc.config.checks import sampled_by, scored_by, source_adapter, source_algorithm, source_name
 from prime_hpc.config.env import SourceConfig
-from prime_hpc.orchestrator.breaker import Breaker
+from prime_hpc.errors import EnvironmentFailure
+from prime_hpc.orchestrator.budget import ErrorBudget
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.orchestrator.frozen import FrozenModels
@@ -26,18 +27,20 @@ class Runner:
         self._log = role.log
         sources = [*role.config.env.train, *role.config.env.eval.sources]
         self._sources: dict[str, SourceConfig] = {source_name(s): s for s in sources}
-        self._breakers = {name: Breaker(name, role.config.env) for name in self._sources}
+        self._budgets = {name: ErrorBudget(name, self._config.env.error_budget, role.log) for name in self._sources}
         self.retries = 0
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion, *,
                   evaluate: bool = False) -> RolloutDone:  # fmt: skip
         """One rollout, with up to `env.retries` further tries for failures of inference or infrastructure.
 
-        Raises:
-            EnvironmentFailure: the source has been past its error budget for too long.
+        It waits while its source pauses.
         """
+        budget = self._budgets[source]
         for attempt in range(self._config.env.retries + 1):
-            done = await self._try(f"{rollout_id}-{attempt}", source, task_index, version, evaluate)
+            async with budget.turn():
+                done = await self._try(f"{rollout_id}-{attempt}", source, task_index, version, evaluate)
+                budget.account(done.rollout.failure)
             failure = done.rollout.failure
             if failure is None or failure.kind == "environment":
                 break
@@ -45,14 +48,32 @@ class Runner:
             self._log.warning("rollout %s: %s %s: %s", rollout_id, failure.kind, failure.type, failure.message[:300])
             await asyncio.sleep(RETRY_PAUSE_S)
         done.rollout.rollout_id = rollout_id
-        self._account(source, done)
         return done
+
+    @property
+    def paused(self) -> str | None:
+        """Why a source pauses, if one does."""
+        return next((budget.paused for budget in self._budgets.values() if budget.paused), None)
+
+    @property
+    def paused_too_long(self) -> EnvironmentFailure | None:
+        """Why the run is to leave: a source that has paused for `pause.max_s`."""
+        for budget in self._budgets.values():
+            if budget.paused and budget.paused_s > self._config.pause.max_s:
+                return EnvironmentFailure(f"{budget.paused}; saved and left after a pause of {budget.paused_s:.0f} s")
+        return None
+
+    def release(self) -> None:
+        """The run leaves: nothing waits for the end of a pause any more."""
+        for budget in self._budgets.values():
+            budget.closed = True
 
     async def _try(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion,
                    evaluate: bool) -> RolloutDone:  # fmt: skip
         teacher = None if evaluate else sampled_by(self._config, source)
         engine = self._frozen.pick(teacher) if teacher else await self._fleet.pick()
-        own = Endpoint(base_url=engine.base_url, model=self._config.model.served_name)
+        adapter = source_adapter(self._config, self._sources[source])
+        own = Endpoint(base_url=engine.base_url, model=adapter or self._config.model.served_name)
         sampler = self._frozen.endpoint(teacher, engine) if teacher else own
         request = RunRollout(
             rollout_id=rollout_id,
@@ -66,6 +87,7 @@ class Runner:
             sampling=asdict(self._sources[source].sampling),
             evaluate=evaluate,
             time_limit_s=self._config.env.rollout_timeout_s,
+            adapter=adapter,
         )
         engine.load += 1
         try:
@@ -85,11 +107,6 @@ class Runner:
         name = scored_by(self._config, source)
         return self._frozen.endpoint(name, self._frozen.pick(name)) if name else None
 
-    def resting_s(self, source: str) -> float:
-        """Seconds that a source has to rest for its errors; 0 while it may be sampled."""
-        return self._breakers[source].resting_s
-
-    def _account(self, source: str, done: RolloutDone) -> None:
-        warning = self._breakers[source].account(done.rollout.failure)
-        if warning:
-            self._log.warning("%s", warning)
+    def pauses(self, source: str) -> bool:
+        """Whether a source is past its error budget: then one episode at a time says whether it goes on."""
+        return self._budgets[source].paused is not None

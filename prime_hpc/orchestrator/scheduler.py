@@ -31,7 +31,6 @@ class Scheduler:
         self._settings = settings
         self._runner, self._stream, self._versions, self._journal = runner, stream, versions, journal
         self._tasks: dict[str, asyncio.Task] = {}
-        self._alarm: asyncio.Task | None = None
 
     @property
     def inflight(self) -> int:
@@ -125,7 +124,7 @@ class Scheduler:
         return (
             not self.closed
             and not self.paused
-            and not self._all_rest()
+            and len(self._resting()) < len(self._stream.sources)
             and self._versions.lead < self._settings.max_lead + 1
             and self.ready_rollouts < self._settings.batch_size
             and self.inflight + size <= (self._settings.max_inflight or self._settings.batch_size)
@@ -162,23 +161,9 @@ class Scheduler:
         group.informative = self._informative(group)
         self.ready.append(group)
 
-    def _resting(self) -> dict[str, float]:
-        """Sources that must not be sampled now, and for how many seconds."""
-        rests = {source: self._runner.resting_s(source) for source in self._stream.sources}
-        return {source: seconds for source, seconds in rests.items() if seconds}
-
-    def _all_rest(self) -> bool:
-        """Whether every source rests; if so, whoever waits is woken when the first has rested."""
-        resting = self._resting()
-        if len(resting) < len(self._stream.sources):
-            return False
-        if self._alarm is None or self._alarm.done():
-            self._alarm = asyncio.create_task(self._wake_after(min(resting.values())))
-        return True
-
-    async def _wake_after(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        await self.notify()
+    def _resting(self) -> set[str]:
+        """Sources that pause and have a group open already, which says when they may go on."""
+        return {group.source for group in self.open.values() if self._runner.pauses(group.source)}
 
     async def _run_rollout(self, group: Group, rollout_id: str) -> None:
         done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)

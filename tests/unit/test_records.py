@@ -57,6 +57,7 @@ def test_a_record_holds_what_was_sampled(tmp_path):
     assert sample == {
         "sample_id": "a/0",
         "trained": False,
+        "adapter": "",
         "temperature": 0.5,
         "token_ids": [7, 8, 9, 10],
         "mask": [0, 1, 1, 1],

@@ -25,8 +25,8 @@ class VirtualTime:
         self.now = 0.0
         self._due: list[tuple[float, str, asyncio.Future]] = []
 
-    def resting_s(self, source: str) -> float:
-        return 0.0
+    def pauses(self, source: str) -> bool:
+        return False
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion) -> RolloutDone:
         seconds = random.Random(f"{task_index}/{rollout_id[-1]}").lognormvariate(0, 1.5)
@@ -73,7 +73,7 @@ async def live(journal: Journal, clock: Clock, until: int) -> list[int]:
 
 def test_nothing_that_was_drawn_is_lost_or_trained_twice_however_long_it_takes(tmp_path: Path) -> None:
     async def scenario() -> tuple[list[int], Journal]:
-        path, clock, trained = tmp_path / "journal.bin", Clock(), list[int]()
+        path, clock, trained = tmp_path / "journal", Clock(), list[int]()
         journal = Journal.start(path)
         while clock.shipped < STEPS:
             trained += await live(journal, clock, min(STEPS, clock.shipped + STEPS_A_LIFE))

@@ -22,7 +22,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future] = {}
-        self.rests: dict[str, float] = {}
+        self.pausing: set[str] = set()
         self.rewards = iter(lambda: 1.0, None)
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion) -> RolloutDone:
@@ -35,8 +35,8 @@ class Gate:
             worker="w", rollout=Rollout(rollout_id=rollout_id, source=source, task_id="t", reward=next(self.rewards))
         )
 
-    def resting_s(self, source: str) -> float:
-        return self.rests.get(source, 0.0)
+    def pauses(self, source: str) -> bool:
+        return source in self.pausing
 
     async def finish_all(self) -> None:
         for future in list(self.running.values()):
@@ -73,7 +73,7 @@ def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = Non
     for key, value in settings.items():
         setattr(config.orchestrator, key, value)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
-    journal = journal or Journal.start(tmp_path / "journal.bin")
+    journal = journal or Journal.start(tmp_path / "journal")
     stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
     stream.restore(journal.state)
     return Scheduler(role, gate, stream, clock, journal, has_signal)
@@ -177,7 +177,7 @@ def test_restored_groups_run_what_is_missing_under_the_same_task(tmp_path: Path)
         offset = journal.offset
         await stopped(scheduler, task)
 
-        journal = Journal.reopen(tmp_path / "journal.bin", 0, offset, rewind=True)
+        journal = Journal.reopen(tmp_path / "journal", 0, offset, rewind=True)
         gate, again = Gate(), None
         again = make(tmp_path, gate, clock, journal)
         again.restore(journal.state)
@@ -263,23 +263,23 @@ def test_a_group_with_a_failure_may_be_given_up(tmp_path: Path) -> None:
                                                                   failure=failure)))  # fmt: skip
         await gate.finish_all()
         assert not scheduler.ready
-        assert Journal.reopen(tmp_path / "journal.bin").state.dropped == {group.group_id: "partial"}
+        assert Journal.reopen(tmp_path / "journal").state.fates == {"partial": 1}
         await stopped(scheduler, task)
 
     asyncio.run(scenario())
 
 
-def test_while_every_source_rests_nothing_opens(tmp_path: Path) -> None:
+def test_a_source_that_pauses_has_one_group_open_to_be_tried(tmp_path: Path) -> None:
     async def scenario() -> None:
         gate, clock = Gate(), Clock()
-        gate.rests = {"words": 0.05}
+        gate.pausing = {"words"}
         scheduler = make(tmp_path, gate, clock)
         task = await started(scheduler)
-        assert not gate.running
-        gate.rests = {}
-        async with asyncio.timeout(5):
-            while not gate.running:
-                await asyncio.sleep(0.01)
+        assert len(gate.running) == GROUP
+        gate.pausing = set()
+        await scheduler.notify()
+        await settle()
+        assert len(gate.running) == 2 * GROUP
         await stopped(scheduler, task)
 
     asyncio.run(scenario())
