@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.config.recovery import FailurePolicy
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import LauncherConfig
 from prime_hpc.config.trainer import ReplayConfig

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from prime_hpc.commands.preview import main as preview
 from prime_hpc.commands.tune import tuned
-from prime_hpc.observe.records import manifest_path
 from tests.integration.runs import REPOSITORY, LocalRun
 
 
@@ -28,9 +27,3 @@ def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> 
     done = subprocess.run(replay, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("equal") == 2
-
-    manifest = manifest_path(run.root / "rollouts", 6)
-    manifest.write_text(manifest.read_text().replace('"lr": 0.0005', '"lr": 0.01'))
-    (run.root / "rollouts" / "step_6.jsonl.zst").unlink()
-    done = subprocess.run(replay, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and "batch 6 was not recorded" in done.stdout + done.stderr
