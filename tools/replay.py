@@ -42,9 +42,10 @@ def _config(config: RunConfig, paths: RunPaths, step: int) -> RunConfig:
     section = replace(config.run, output_dir=str(paths.root / "replay"), name=f"step_{step}-{time.time_ns()}")
     trainer = replace(config.trainer, replay=ReplayConfig(rollouts=str(paths.rollouts), until=step))
     checkpoint = replace(config.checkpoint, every=0)
-    return replace(
-        config, mode="replay", run=section, trainer=trainer, checkpoint=checkpoint, launcher=LauncherConfig()
-    )
+    recovery = replace(config.recovery, trainer=FailurePolicy(on_failure="stop"))
+    recovery = replace(config.recovery, trainer=FailurePolicy(on_failure="stop"))
+    return replace(config, mode="replay", run=section, trainer=trainer, checkpoint=checkpoint, recovery=recovery,
+                   launcher=LauncherConfig())  # fmt: skip
 
 
 def main() -> None:
