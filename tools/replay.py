@@ -43,7 +43,6 @@ def _config(config: RunConfig, paths: RunPaths, step: int) -> RunConfig:
     trainer = replace(config.trainer, replay=ReplayConfig(rollouts=str(paths.rollouts), until=step))
     checkpoint = replace(config.checkpoint, every=0)
     recovery = replace(config.recovery, trainer=FailurePolicy(on_failure="stop"))
-    recovery = replace(config.recovery, trainer=FailurePolicy(on_failure="stop"))
     return replace(config, mode="replay", run=section, trainer=trainer, checkpoint=checkpoint, recovery=recovery,
                    launcher=LauncherConfig())  # fmt: skip
 
