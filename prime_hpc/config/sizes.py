@@ -26,7 +26,13 @@ class Size:
 
 def components_of(config: RunConfig) -> list[str]:
     """Components that have nodes, in the order of a job's groups."""
-    present = {"rl": ("orchestrator", "inference", "trainer"), "sft": ("trainer",), "serve": ("inference",)}
+    present = {
+        "rl": ("orchestrator", "inference", "trainer"),
+        "sft": ("trainer",),
+        "replay": ("trainer",),
+        "sample": ("orchestrator", "inference"),
+        "serve": ("inference",),
+    }
     return [name for name in COMPONENTS if name in present[config.mode]]
 
 
@@ -37,6 +43,12 @@ def gpus_per_replica(config: RunConfig) -> int:
     sizes = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))
     tensor, pipeline, data = (int(config.inference.vllm.get(name, 1)) for name in sizes)
     return tensor * pipeline * data
+
+
+def engine_models(config: RunConfig) -> list[str | None]:
+    """What each engine serves: the policy (None), or a frozen model by name."""
+    frozen = [name for name, model in config.frozen.items() for _ in range(model.replicas) if model.path]
+    return [None] * config.inference.replicas + frozen
 
 
 def trainer_ranks(config: RunConfig) -> int:
@@ -55,7 +67,7 @@ def rows_at_once(config: RunConfig) -> int:
 
 def inference_size(config: RunConfig) -> Size:
     """Engines on nodes of Slurm: several on a node, or one on several nodes; without GPUs spread evenly."""
-    replicas, nodes = config.inference.replicas, config.cluster.components.inference.nodes
+    replicas, nodes = len(engine_models(config)), config.cluster.components.inference.nodes
     available = component(config.cluster, "inference").gpus_per_node or 0
     gpus = gpus_per_replica(config) if available else 0
     if gpus > available:

@@ -43,6 +43,18 @@ class SFTConfig:
 
 
 @dataclass(kw_only=True)
+class ReplayConfig:
+    """Training on what another run recorded (`mode: replay`)."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    rollouts: str = ""
+    """The `rollouts` folder of a run; step n trains its batch n."""
+    until: Positive | None = None
+    """Last step; `max_steps`, by which the learning rate goes, when left out."""
+
+
+@dataclass(kw_only=True)
 class ParallelConfig:
     """How the ranks divide model and batch; every degree that is left out follows from the others."""
 
@@ -106,5 +118,7 @@ class TrainerConfig:
     """Deadline of a collective among ranks."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     """mode=sft."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """mode=replay."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""

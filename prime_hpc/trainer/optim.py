@@ -41,6 +41,8 @@ class GuardedOptimizer:
     config: OptimizerConfig
     max_steps: int
     max_skipped: int
+    scale: float = 1.0
+    """Factor on every peak learning rate, where it was changed while the run worked."""
     skipped: int = 0
     """Steps since the start of the process in which a tenant was skipped."""
     skipped_in_a_row: int = 0
@@ -65,14 +67,21 @@ class GuardedOptimizer:
             optimizer.zero_grad()
         self._count(step, losses, norms)
         adapters = {f"adapter/{tenant}/grad_norm": norm for tenant, norm in norms.items() if tenant != WHOLE}
-        lr = learning_rate(self.config, step, self.max_steps)
+        lr = self._rate(step, self.config.lr)
         return {"optim/grad_norm": math.hypot(*norms.values()), "optim/lr": lr, "optim/skipped": float(self.skipped),
                 **adapters}  # fmt: skip
+
+    def retune(self, lr: float) -> None:
+        """Make `lr` the peak learning rate; groups with a peak of their own keep their proportion to it."""
+        self.scale = lr / self.config.lr
+
+    def _rate(self, step: int, peak: float) -> float:
+        return learning_rate(self.config, step, self.max_steps, peak * self.scale)
 
     def _advance(self, optimizers: list[Optimizer], step: int) -> None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.config, step, self.max_steps, group["peak_lr"])
+                group["lr"] = self._rate(step, group["peak_lr"])
             optimizer.step()
 
     def _clip(self, optimizers: list[Optimizer]) -> float:
