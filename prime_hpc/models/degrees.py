@@ -146,11 +146,12 @@ class _Model:
         """Experts are divided evenly, and what one of them is sharded over divides its matrices."""
         if not self.native or self.experts_adapted or (self.sizes and not self.sizes.experts):
             return [1]
-        return [n for n in _divisors(ranks) if n == 1 or self.sizes is None or self._divides_experts(n, ranks // n)]
-
-    def _divides_experts(self, ep: int, shards: int) -> bool:
         sizes = self.sizes
-        return sizes.experts % ep == 0 and any(size % shards == 0 for size in (sizes.hidden, sizes.expert_width))
+        return [n for n in _divisors(ranks) if n == 1 or sizes is None or _divides_experts(sizes, n, ranks // n)]
+
+
+def _divides_experts(sizes: Divisions, ep: int, shards: int) -> bool:
+    return sizes.experts % ep == 0 and any(size % shards == 0 for size in (sizes.hidden, sizes.expert_width))
 
 
 def _list(legal: list[int]) -> str:
