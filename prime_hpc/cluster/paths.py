@@ -27,6 +27,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def live(self) -> Path:
+        """What was changed while the run worked."""
+        return self.root / "live.json"
+
+    @property
     def control(self) -> Path:
         return self.rendezvous / "control"
 

@@ -10,6 +10,7 @@ from prime_hpc.config.checks import source_name
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
+from prime_hpc.config.sizes import engine_models
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 from prime_hpc.plan.transport import check_transport
@@ -80,12 +81,12 @@ def interpreter(config: RunConfig, name: str) -> str:
 
 
 def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]:
-    if config.mode == "rl":
+    if config.mode in ("rl", "sample"):
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
-    if config.mode != "sft":
+    if config.mode in ("rl", "sample", "serve"):
         yield from _inference(config, placement)
-    if config.mode != "serve":
+    if config.mode not in ("sample", "serve"):
         yield from _trainer(config, placement)
 
 
@@ -107,11 +108,11 @@ def _environments(config: RunConfig) -> Iterator[ProcessPlan]:
 
 
 def _inference(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]:
-    for i, slots in enumerate(placement.engines):
+    for i, (slots, frozen) in enumerate(zip(placement.engines, engine_models(config), strict=True)):
         for rank, slot in enumerate(slots):
             name = f"inference-{i}" if rank == 0 else f"inference-{i}-node-{rank}"
             process = _process(config, name, "inference", i, config.inference.engine, slot)
-            process.rank, process.env = rank, dict(config.inference.env)
+            process.rank, process.frozen, process.env = rank, frozen, dict(config.inference.env)
             yield process
 
 

@@ -84,6 +84,12 @@ class FakeEngine:
             experts = self._route(request, i, rng) if last and self._routing else None
             yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts)
 
+    def score_prompt(self, prompt: list[int]) -> list[tuple[int, float]]:
+        """Every token with a log-probability that depends on it and its place alone."""
+        if self.faults.strikes("error"):
+            raise InferenceFailure("a fault that was asked for")
+        return [(token, -(1 + (token + place) % 8) / 8) for place, token in enumerate(prompt)]
+
     async def pause(self, *, recompute: bool) -> None:
         self._running.clear()
 

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.plan.build import Attempt, build_plan
@@ -105,3 +106,13 @@ def test_the_plan_says_how_weights_travel(tmp_path: Path, transport: str, said: 
     console = Console(width=400, record=True)
     console.print(render(build_plan(made, tmp_path, Attempt(), gpus=0)))
     assert f"; weights by {said}\n" in console.export_text().replace(" \n", "\n")
+
+
+def test_frozen_models_have_engines_beside_those_of_the_policy() -> None:
+    made = RunConfig(frozen={"big": FrozenModel(path="/big", replicas=2), "far": FrozenModel(base_url="http://a")})
+    made.inference.gpus_per_replica, made.trainer.ranks = 2, 1
+    plan = build_plan(made, Path("/runs/one"), Attempt(), 8)
+    assert [p.name for p in plan.engines()] == ["inference-0"]
+    assert [(p.name, p.gpus) for p in plan.serving("big")] == [("inference-1", [2, 3]), ("inference-2", [4, 5])]
+    assert plan.serving("far") == []
+    assert [p.gpus for p in plan.of("trainer")] == [[6]]
