@@ -27,6 +27,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "rl": (_rollouts, _loss, _functions, _sources, _sampling, _engines),
         "sft": (_sft,),
         "serve": (_engines,),
+        "bench": (_bench,),
     }
     checks = [_model, _optimizer, *by_mode[config.mode], *((find_slurm_conflicts,) if config.launcher.on_slurm else ())]
     return [problem for check in checks for problem in check(config)]
@@ -47,7 +48,16 @@ def _may_lack(config: RunConfig) -> list[Path]:
     return [path for path in (Path(config.model.path) / "config.json", tokenizer) if not path.exists()]
 
 
+def hf_config_of(config: RunConfig) -> dict[str, Any] | None:
+    """The model's config.json, or what stands for it; None where there is neither."""
+    return config.model.shape or read_json(Path(config.model.path) / "config.json")
+
+
 def _model(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.model.shape:
+        if config.mode != "bench":
+            yield ConfigProblem("model.shape", "{...}", "to be left out: only mode=bench runs without weights")
+        return
     path, absent = Path(config.model.path), [path.name for path in _may_lack(config)]
     if not config.model.path or not (path.is_dir() or "config.json" in absent):
         yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
@@ -57,9 +67,9 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
     limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
-    if limit and config.seq_len > limit:
+    if limit and config.seq_len > limit and config.mode != "bench":
         yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
-    if "tokenizer_config.json" not in absent:
+    if "tokenizer_config.json" not in absent and config.mode != "bench":
         yield from _tokenizer(config)
 
 
@@ -94,6 +104,10 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    yield from _rows(config)
+
+
+def _rows(config: RunConfig) -> Iterator[ConfigProblem]:
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
@@ -196,6 +210,13 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.sft.batch_size", sft.batch_size, f"a multiple of trainer.ranks = {ranks}")
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def _bench(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.trainer.bench.warmup >= config.max_steps:
+        yield ConfigProblem("trainer.bench.warmup", config.trainer.bench.warmup,
+                            f"less than max_steps = {config.max_steps}, which counts warm-up steps too")  # fmt: skip
+    yield from _rows(config)
 
 
 def source_name(source: SourceConfig) -> str:

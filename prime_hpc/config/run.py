@@ -30,8 +30,9 @@ class RunConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    mode: Literal["rl", "sft", "serve"] = "rl"
-    """rl: sample, score and train at once. sft: train on rows of messages. serve: engines only."""
+    mode: Literal["rl", "sft", "serve", "bench"] = "rl"
+    """rl: sample, score and train at once. sft: train on rows of messages. serve: engines only. bench: time the trainer
+    on made-up batches and random weights."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0

@@ -26,7 +26,8 @@ class Size:
 
 def components_of(config: RunConfig) -> list[str]:
     """Components that have nodes, in the order of a job's groups."""
-    present = {"rl": ("orchestrator", "inference", "trainer"), "sft": ("trainer",), "serve": ("inference",)}
+    present = {"rl": ("orchestrator", "inference", "trainer"), "sft": ("trainer",), "serve": ("inference",),
+               "bench": ("trainer",)}  # fmt: skip
     return [name for name in COMPONENTS if name in present[config.mode]]
 
 

@@ -43,6 +43,20 @@ class SFTConfig:
 
 
 @dataclass(kw_only=True)
+class BenchConfig:
+    """The trainer alone (`mode: bench`) on made-up samples of at most `seq_len` tokens, and with random weights."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    rows: Positive = 1
+    """Packed rows a step and rank."""
+    warmup: NonNegative = 3
+    """First steps that no figure counts: compilation, allocation, choice of kernels."""
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the logarithm of lengths, whose median is half of `seq_len`; at 0 all are of `seq_len`."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The trainer ranks."""
 
@@ -66,8 +80,10 @@ class TrainerConfig:
     """Tokens of one packed row; seq_len when left out."""
     head_chunk_tokens: Positive = 1024
     """Tokens whose logits exist at once; full logits never do."""
-    activation_checkpointing: bool = False
-    """Recompute every block in the backward pass."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes anew of every block: nothing, all but matrix products and attention, or all."""
+    reshard_after_forward: bool | None = None
+    """Free a block's gathered weights until its backward pass; by default unless there is one rank only."""
     compile: bool = False
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
@@ -82,5 +98,7 @@ class TrainerConfig:
     """Deadline of a collective among ranks."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     """mode=sft."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    """mode=bench."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_hpc.config.checks import read_json
+from prime_hpc.config.checks import hf_config_of
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 from prime_hpc.models.spec import HFConfig
@@ -57,7 +56,7 @@ def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
     """Why `model.impl=native` cannot run, if it cannot. A directory without a model is another check's problem."""
     if config.model.impl != "native":
         return []
-    hf_config = read_json(Path(config.model.path) / "config.json")
+    hf_config = hf_config_of(config)
     obstacle = find_obstacle(hf_config) if hf_config else None
     problems = []
     if obstacle:

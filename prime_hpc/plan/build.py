@@ -10,6 +10,7 @@ from prime_hpc.config.checks import source_name
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
+from prime_hpc.config.sizes import components_of
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 
@@ -80,9 +81,9 @@ def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]
     if config.mode == "rl":
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
-    if config.mode != "sft":
+    if "inference" in components_of(config):
         yield from _inference(config, placement)
-    if config.mode != "serve":
+    if "trainer" in components_of(config):
         yield from _trainer(config, placement)
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from prime_hpc.algorithms.losses import MicroBatchTensors, TokenCounts, compute_loss, count_tokens
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.loss import LossConfig
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.checkpoints import Checkpointer
 from prime_hpc.trainer.hf_weights import load_weights
@@ -49,7 +50,7 @@ def run(role: Role) -> None:
         role.rendezvous.publish("training", step=step)
         role.heart.progress(f"training step {step}")
         with watch("forward_backward"):
-            result = forward_backward(policy, batch, role, world, PolicyVersion(lineage, step - 1))
+            result = forward_backward(policy, batch, config.loss, world, PolicyVersion(lineage, step - 1), watch)
         role.reach("step.during")
         with watch("optimizer"):
             optimized = optimizer.step(step, result.loss) | policy.balance_experts(config.trainer.router_bias_rate)
@@ -74,7 +75,12 @@ def run(role: Role) -> None:
 
 
 def forward_backward(
-    policy: PolicyModel, batch: RankBatch, role: Role, world: distributed.World, version: PolicyVersion
+    policy: PolicyModel,
+    batch: RankBatch,
+    loss_config: LossConfig,
+    world: distributed.World,
+    version: PolicyVersion,
+    watch: Stopwatch,
 ) -> BatchResult:
     """Accumulate the gradient of the batch's loss; `version` is that of the weights. The result is alike on all ranks.
 
@@ -86,9 +92,11 @@ def forward_backward(
     hf_config, totals = policy.config.to_dict(), BatchTotals()
     for micro in batch.micro_batches:
         tensors = MicroBatchTensors.of(micro, world.device)
-        logprobs, entropy = policy(PackedRow.of(micro, tensors))
-        loss, metrics = compute_loss(logprobs, entropy, tensors, role.config.loss, total, version.pack())
-        (loss * world.size).backward()
+        with watch.on(world.device, "forward"):
+            logprobs, entropy = policy(PackedRow.of(micro, tensors))
+            loss, metrics = compute_loss(logprobs, entropy, tensors, loss_config, total, version.pack())
+        with watch.on(world.device, "backward"):
+            (loss * world.size).backward()
         totals.add(loss, metrics, micro, hf_config)
     return totals.reduce()
 

@@ -1,27 +1,28 @@
 """The policy: a model of our own or of transformers whose forward ends in scores of tokens, sharded with FSDP2."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models import families
-from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, open_attention
+from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, is_compilable, open_attention
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.trainer import attention
+from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.memory.checkpointing import checkpoint_block
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -67,6 +68,11 @@ class PolicyModel(nn.Module):
         self._chunk = chunk
 
     @property
+    def is_compilable(self) -> bool:
+        """Whether a block is one graph."""
+        return False
+
+    @property
     def blocks(self) -> nn.ModuleList:
         return self.model.layers
 
@@ -83,8 +89,8 @@ class PolicyModel(nn.Module):
         """
         hidden = self.hidden_states(row)
         weight, scored = self.head_weight, row.scored
-        logprobs, entropy = score_tokens(hidden[scored - 1], weight, row.token_ids[scored], row.temperatures[scored],
-                                         self._chunk)  # fmt: skip
+        states = hidden.index_select(0, scored - 1)
+        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored], row.temperatures[scored], self._chunk)
         uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
         return (-uniform).index_copy(0, scored, logprobs), uniform.index_copy(0, scored, entropy)
 
@@ -154,6 +160,10 @@ class NativePolicy(PolicyModel):
         self.conversion = lm.conversion
         self._load = ExpertLoad(lm)
 
+    @property
+    def is_compilable(self) -> bool:
+        return is_compilable(self.backend)
+
     def hidden_states(self, row: PackedRow) -> Tensor:
         attend = open_attention(self.backend, row.seq_lens, row.token_ids.device)
         hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
@@ -191,12 +201,12 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    reshard = world.size > 1 if trainer.reshard_after_forward is None else trainer.reshard_after_forward
     for block in policy.blocks:
+        checkpoint_block(block, trainer.activation_checkpointing)
         if trainer.compile:
-            block.forward = torch.compile(block.forward)
-        if trainer.activation_checkpointing:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision)
+            compile_block(block, fullgraph=policy.is_compilable)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
@@ -208,7 +218,7 @@ def _build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
     problems = families.find_model_problems(config)
     if problems:
         raise ConfigurationError(problems)
-    trainer, hf_config = config.trainer, AutoConfig.from_pretrained(config.model.path)
+    trainer, hf_config = config.trainer, _load_config(config.model)
     dtype = getattr(torch, trainer.dtype)
     backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
     if families.choose_implementation(config, hf_config.to_dict()) == "native":
@@ -222,6 +232,12 @@ def _build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
         found = f"{config.model.path} ({hf_config.model_type})"
         raise ConfigurationError([ConfigProblem("model.path", found, expected)])
     return HFPolicy(hf, backend, trainer.head_chunk_tokens)
+
+
+def _load_config(model: ModelConfig) -> PreTrainedConfig:
+    if model.shape:
+        return AutoConfig.for_model(**model.shape)
+    return AutoConfig.from_pretrained(model.path)
 
 
 def _restore_buffers(policy: PolicyModel, device: torch.device) -> None:

@@ -1,0 +1,54 @@
+"""Blocks compiled one by one: no break in their graph, no graph for each number of tokens, and the same gradients."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_hpc.models import varlen
+from prime_hpc.models.attention import open_attention
+from prime_hpc.models.decoder import CausalLM
+from prime_hpc.trainer.compilation import compilations, compile_block
+from prime_hpc.trainer.memory.checkpointing import checkpoint_block
+from tests.models_support import PlainKernel, assert_near, load_native, save_model
+
+CPU = torch.device("cpu")
+ROWS = ([9, 4, 1], [5, 5, 7, 3], [16], [2, 30])
+
+
+@pytest.fixture(autouse=True)
+def plain_kernel(monkeypatch) -> Iterator[None]:
+    """The operator of packed attention runs on a CPU, and nothing was compiled before."""
+    monkeypatch.setitem(varlen.KERNELS, "varlen", PlainKernel)
+    varlen.load.cache_clear()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    varlen.load.cache_clear()
+
+
+def run(model: CausalLM, seq_lens: list[int]) -> Tensor:
+    positions = torch.cat([torch.arange(n) for n in seq_lens])
+    tokens = torch.arange(len(positions)) * 7 % 48
+    return model(tokens, positions, open_attention("varlen", seq_lens, CPU))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_give_the_same_gradients_however_they_run(mode, compiled, tmp_path):
+    if not compiled and mode == "none":
+        pytest.skip("is the reference")
+    save_model("qwen3", tmp_path)
+    plain, changed = load_native(tmp_path), load_native(tmp_path)
+    for block in changed.model.layers:
+        checkpoint_block(block, mode)
+        if compiled:
+            compile_block(block, fullgraph=True)
+    for seq_lens in ROWS:
+        for model in (plain, changed):
+            run(model, seq_lens).square().mean().backward()
+    for (name, expected), actual in zip(plain.named_parameters(), changed.parameters(), strict=True):
+        assert_near(actual.grad, expected.grad, name)
+    # a block is compiled once: the first run of four rows with four lengths serves all layers
+    assert compilations() == {"compile/graphs": int(compiled), "compile/breaks": 0}
