@@ -18,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_hpc.config.compose import compose_run
 from prime_hpc.config.run import RunConfig
+from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.spec import device_peak_flops, train_flops
 from prime_hpc.trainer.bench import make_batch, measure
 from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.transport.messages import MicroBatch
 
 CASES = ("native", "hf", "plain")
@@ -78,7 +79,7 @@ def one_rank() -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield World(0, 1, device, init_device_mesh(device.type, (1,), mesh_dim_names=("dp",)), dist.group.WORLD)
+        yield World(0, 1, device, Mesh.of(device.type, Degrees()), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 

@@ -57,6 +57,16 @@ class BenchConfig:
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """How the ranks divide model and batch; every degree that is left out follows from the others."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    dp_replicate: Positive = 1
+    """Copies of the sharded model (hybrid sharding), each on ranks / dp_replicate neighbouring ranks."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The trainer ranks."""
 
@@ -68,6 +78,8 @@ class TrainerConfig:
     """auto takes CUDA where there is a GPU."""
     share_gpu: bool | None = None
     """Put trainer ranks on the engines' GPUs; by default only where there are too few GPUs for both."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Division of model and batch among the ranks."""
     attn: Literal["auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen", "sdpa", "eager"] = (
         "auto"
     )

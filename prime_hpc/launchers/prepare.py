@@ -28,7 +28,7 @@ WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indi
          "tundra umber willow zephyr").split()  # fmt: skip
 RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "monitor", "checkpoint", "env.eval",
              "env.workers", "env.rollouts_per_worker", "inference", "update", "trainer.ranks", "trainer.threads",
-             "trainer.share_gpu", "trainer.env", "orchestrator.max_inflight",
+             "trainer.parallel", "trainer.share_gpu", "trainer.env", "orchestrator.max_inflight",
              "orchestrator.progress_every_s")  # fmt: skip
 """Keys (and everything below them) that may change when a run is resumed."""
 

@@ -83,9 +83,9 @@ def make_batch(config: RunConfig, vocabulary: int, step: int, world: World) -> R
     """This rank's rows of a batch of random tokens, all of them sampled."""
     row = config.trainer.micro_batch_tokens or config.seq_len
     rng = np.random.default_rng((config.seed, step))
-    lengths = draw_lengths(config, row * config.trainer.bench.rows * world.size, rng)
+    lengths = draw_lengths(config, row * config.trainer.bench.rows * world.dp_size, rng)
     samples = [_make_sample(f"{step}.{i}", n, vocabulary, rng) for i, n in enumerate(lengths)]
-    rows = pack(samples, world.size, row)[world.rank]
+    rows = pack(samples, world.dp_size, row)[world.dp_rank]
     return RankBatch(step=step, rank=world.rank, micro_batches=rows, journal_offset=0, sample_ids=[])
 
 

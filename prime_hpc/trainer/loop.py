@@ -82,13 +82,10 @@ def forward_backward(
     version: PolicyVersion,
     watch: Stopwatch,
 ) -> BatchResult:
-    """Accumulate the gradient of the batch's loss; `version` is that of the weights. The result is alike on all ranks.
-
-    FSDP averages gradients over ranks while the loss is a sum over them, hence the factor.
-    """
+    """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
     counts = count_tokens(batch.micro_batches).tensor()
     dist.all_reduce(counts)
-    total = TokenCounts.from_tensor(counts)
+    total = TokenCounts.from_tensor(counts // world.row_ranks)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
     for micro in batch.micro_batches:
         tensors = MicroBatchTensors.of(micro, world.device)
@@ -96,9 +93,9 @@ def forward_backward(
             logprobs, entropy = policy(PackedRow.of(micro, tensors))
             loss, metrics = compute_loss(logprobs, entropy, tensors, loss_config, total, version.pack())
         with watch.on(world.device, "backward"):
-            (loss * world.size).backward()
+            loss.backward()
         totals.add(loss, metrics, micro, hf_config)
-    return totals.reduce()
+    return totals.reduce(world)
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
@@ -112,7 +109,7 @@ def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int
 def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> BatchSource:
     if role.config.mode == "sft":
         return SFTSource(role, world, policy)
-    return open_source(role, world.rank, world.size)
+    return open_source(role, world.dp_rank, world.dp_size, asks=world.rank % world.row_ranks == 0)
 
 
 def _report(

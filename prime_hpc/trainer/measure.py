@@ -72,12 +72,12 @@ class BatchTotals:
         self.tokens += sum(micro.seq_lens)
         self.flops += spec.train_flops(hf_config, micro.seq_lens)
 
-    def reduce(self) -> "BatchResult":
-        """The sums over all ranks, the same on each."""
+    def reduce(self, world: World) -> "BatchResult":
+        """The sums over all rows, the same on each rank; ranks that see the same rows have the same sums."""
         stacked = torch.stack([torch.stack(pairs).sum(0) for pairs in self.pairs.values()])
         mine = {"loss": torch.stack(self.loss).sum().item(), "tokens": self.tokens, "flops": self.flops,
                 "pairs": dict(zip(self.pairs, stacked.tolist(), strict=True))}  # fmt: skip
-        ranks = gather(mine)
+        ranks = gather(mine)[:: world.row_ranks]
         names = sorted({name for rank in ranks for name in rank["pairs"]})
         pairs = {n: [sum(r["pairs"].get(n, (0.0, 0.0))[i] for r in ranks) for i in (0, 1)] for n in names}
         return BatchResult(*(sum(rank[key] for rank in ranks) for key in ("loss", "tokens", "flops")), pairs)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from prime_hpc.algorithms.losses import MicroBatchTensors
@@ -23,6 +23,7 @@ from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
+from prime_hpc.trainer.parallel.shard import shard
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -198,16 +199,12 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     """
     trainer = config.trainer
     policy = _build_on_meta(config, world.device).eval()
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     reshard = world.size > 1 if trainer.reshard_after_forward is None else trainer.reshard_after_forward
     for block in policy.blocks:
         checkpoint_block(block, trainer.activation_checkpointing)
         if trainer.compile:
             compile_block(block, fullgraph=policy.is_compilable)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    shard(policy, policy.blocks, world.mesh, getattr(torch, trainer.dtype), reshard_after_forward=reshard)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)

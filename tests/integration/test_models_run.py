@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.run import RunConfig
+from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.tiny import make_char_tokenizer
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.parallel.mesh import Mesh
 from tests.models_support import assert_near, checkpoint_gradients, save_model
 from tests.trainer_support import TrainerRun, make_run
 
@@ -31,9 +32,9 @@ def make_row(rank: int) -> PackedRow:
 
 
 def compute_gradients(rank: int, root: Path) -> None:
-    """One of two ranks: gradients of the mean of all ranks' summed log-probabilities, in files."""
+    """One of two ranks: gradients of the sum of all ranks' log-probabilities, in files."""
     dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), 2), rank=rank, world_size=2)
-    world = World(rank, 2, torch.device("cpu"), init_device_mesh("cpu", (2,)), dist.group.WORLD)
+    world = World(rank, 2, torch.device("cpu"), Mesh.of("cpu", Degrees(dp_shard=2)), dist.group.WORLD)
     for i, (_, impl) in enumerate(SHARDED):
         config = RunConfig()
         config.model.path, config.model.impl = str(root / str(i)), impl
@@ -55,7 +56,7 @@ def test_gradients_over_two_ranks_equal_those_of_transformers(tmp_path):
         for rank in range(2):
             for document in make_row(rank).token_ids.split(SEQ_LENS):
                 scores = hf(input_ids=document[None]).logits[0, :-1].log_softmax(-1)
-                (scores.gather(-1, document[1:, None]).sum() / 2).backward()
+                scores.gather(-1, document[1:, None]).sum().backward()
         expected, gradients = checkpoint_gradients(hf), load_file(tmp_path / f"{i}.safetensors")
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
