@@ -94,8 +94,17 @@ class TrainerConfig:
     """Tokens whose logits exist at once; full logits never do."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes anew of every block: nothing, all but matrix products and attention, or all."""
+    activation_offload: NonNegative = 0
+    """Move kept activations to host memory, this many on their way at once; 0 leaves them on the GPU."""
+    optimizer_offload: bool = False
+    """Keep optimiser states in host memory between steps."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered weights until its backward pass; by default unless there is one rank only."""
+    gather_once: bool = False
+    """Gather weights and reduce gradients once a step rather than for every micro-batch, with both whole on every rank
+    meanwhile: 6 bytes a parameter."""
+    fp8: bool = False
+    """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself); needs Hopper or newer."""
     compile: bool = False
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0

@@ -14,10 +14,12 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.config.run import RunConfig
 from prime_hpc.models.spec import param_count
 from prime_hpc.trainer import distributed
+from prime_hpc.trainer.compilation import compilations
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.loop import forward_backward
 from prime_hpc.trainer.measure import Stopwatch, peak_flops, performance, summarise
 from prime_hpc.trainer.memory.report import memory_by_category
+from prime_hpc.trainer.memory.states import keep_on_host
 from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
 from prime_hpc.transport.arrays import Array
@@ -53,6 +55,8 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
     initialise(policy, config.seed + world.rank)
     optimizer = GuardedOptimizer(build_adamw(policy, config.optimizer), config.optimizer, config.max_steps,
                                  config.trainer.max_skipped_steps)  # fmt: skip
+    if config.trainer.optimizer_offload:
+        keep_on_host(optimizer.optimizer, world.device)
     steps: list[dict[str, float]] = []
     for step in range(1, config.max_steps + 1):
         batch = make_batch(config, policy.config.vocab_size, step, world)
@@ -64,7 +68,7 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
     counted = steps[config.trainer.bench.warmup :]
     median = {name: statistics.median(step[name] for step in counted) for name in counted[0]}
     memory = memory_by_category(policy, optimizer.optimizer, world.device)
-    return {**_facts(config, policy, world), **_figures(median, world), "memory_gib": memory}
+    return {**_facts(config, policy, world), **_figures(median, world), "memory_gib": memory, **compilations()}
 
 
 def initialise(policy: PolicyModel, seed: int) -> None:
@@ -116,7 +120,7 @@ def _step(
 ) -> dict[str, float]:
     watch = Stopwatch()
     with watch("forward_backward"):
-        result = forward_backward(policy, batch, config.loss, world, VERSION, watch)
+        result = forward_backward(policy, batch, config, world, VERSION, watch)
     with watch.on(world.device, "optimizer"):
         optimized = optimizer.step(batch.step, result.loss)
     policy.balance_experts(config.trainer.router_bias_rate)
@@ -139,7 +143,10 @@ def _facts(config: RunConfig, policy: PolicyModel, world: World) -> dict[str, An
         "row_tokens": trainer.micro_batch_tokens or config.seq_len,
         "dtype": trainer.dtype,
         "compile": trainer.compile,
+        "fp8": trainer.fp8,
         "activation_checkpointing": trainer.activation_checkpointing,
+        "activation_offload": trainer.activation_offload,
+        "optimizer_offload": trainer.optimizer_offload,
     }
 
 

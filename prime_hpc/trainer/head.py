@@ -1,9 +1,13 @@
 """Log-probabilities and entropy straight from hidden states; the full logits never exist."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Differentiate = Callable[..., Tensor]
 
 
 def score_tokens(
@@ -33,7 +37,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normaliser = (torch.empty_like(temperatures) for _ in range(3))
-        score = _on(hidden.device, _score)
+        score, _ = _passes(hidden.device)
         for rows in _chunks(len(targets), chunk):
             logits = hidden[rows] @ weight.T
             logprobs[rows], entropy[rows], normaliser[rows] = score(logits, targets[rows], temperatures[rows])
@@ -46,7 +50,7 @@ class _Scores(torch.autograd.Function):
         hidden, weight, *tokens = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
-        differentiate = _on(hidden.device, _differentiate)
+        _, differentiate = _passes(hidden.device)
         for rows in _chunks(len(hidden), ctx.chunk):
             logits = hidden[rows] @ weight.T
             grad_logits = differentiate(logits, *(t[rows] for t in (*tokens, grad, entropy_grad)))
@@ -55,7 +59,16 @@ class _Scores(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _passes(device: torch.device) -> tuple[Score, Differentiate]:
+    """How the logits of a chunk become scores, and gradients: by kernels of our own on a GPU."""
+    if device.type != "cuda":
+        return score, differentiate
+    from prime_hpc.trainer import head_kernels
+
+    return head_kernels.score, head_kernels.differentiate
+
+
+def score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, entropy and log-normaliser of every row."""
     scaled = logits.to(temperatures.dtype) / temperatures[:, None]
     normaliser = scaled.logsumexp(-1)
@@ -63,7 +76,7 @@ def _score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tenso
     return scaled.gather(-1, targets[:, None])[:, 0] - normaliser, entropy, normaliser
 
 
-def _differentiate(
+def differentiate(
     logits: Tensor,
     targets: Tensor,
     temperatures: Tensor,
@@ -79,14 +92,6 @@ def _differentiate(
     by_logprob = grad[:, None] * (onehot.to(probs.dtype) - probs)
     by_entropy = entropy_grad[:, None] * probs * (scores + entropy[:, None])
     return ((by_logprob - by_entropy) / temperatures[:, None]).to(logits.dtype)
-
-
-_compiled = {f: torch.compile(f, dynamic=True) for f in (_score, _differentiate)}
-
-
-def _on(device: torch.device, function: Any) -> Any:
-    """`function` as one pass over the logits where a kernel can be compiled for it."""
-    return _compiled[function] if device.type == "cuda" else function
 
 
 def _chunks(total: int, size: int) -> list[slice]:

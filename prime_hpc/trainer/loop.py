@@ -6,11 +6,13 @@ import torch.distributed as dist
 
 from prime_hpc.algorithms.losses import MicroBatchTensors, TokenCounts, compute_loss, count_tokens
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.loss import LossConfig
+from prime_hpc.config.run import RunConfig
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.checkpoints import Checkpointer
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
+from prime_hpc.trainer.memory.accumulation import hold_gathered
+from prime_hpc.trainer.memory.states import keep_on_host
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
 from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
 from prime_hpc.trainer.sft_source import SFTSource
@@ -26,6 +28,8 @@ def run(role: Role) -> None:
     policy = build_policy(config, world)
     optimizer = GuardedOptimizer(build_adamw(policy, config.optimizer), config.optimizer, config.max_steps,
                                  config.trainer.max_skipped_steps)  # fmt: skip
+    if config.trainer.optimizer_offload:
+        keep_on_host(optimizer.optimizer, world.device)
     checkpointer = Checkpointer(role, world, policy, optimizer.optimizer, lineage)
     step = _restore(role, policy, checkpointer)
     writer = WeightsWriter(role, world, policy)
@@ -50,7 +54,7 @@ def run(role: Role) -> None:
         role.rendezvous.publish("training", step=step)
         role.heart.progress(f"training step {step}")
         with watch("forward_backward"):
-            result = forward_backward(policy, batch, config.loss, world, PolicyVersion(lineage, step - 1), watch)
+            result = forward_backward(policy, batch, config, world, PolicyVersion(lineage, step - 1), watch)
         role.reach("step.during")
         with watch("optimizer"):
             optimized = optimizer.step(step, result.loss) | policy.balance_experts(config.trainer.router_bias_rate)
@@ -77,7 +81,7 @@ def run(role: Role) -> None:
 def forward_backward(
     policy: PolicyModel,
     batch: RankBatch,
-    loss_config: LossConfig,
+    config: RunConfig,
     world: distributed.World,
     version: PolicyVersion,
     watch: Stopwatch,
@@ -87,11 +91,13 @@ def forward_backward(
     dist.all_reduce(counts)
     total = TokenCounts.from_tensor(counts // world.row_ranks)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
-    for micro in batch.micro_batches:
+    for i, micro in enumerate(batch.micro_batches):
+        if config.trainer.gather_once:
+            hold_gathered(policy, last=i == len(batch.micro_batches) - 1)
         tensors = MicroBatchTensors.of(micro, world.device)
         with watch.on(world.device, "forward"):
             logprobs, entropy = policy(PackedRow.of(micro, tensors))
-            loss, metrics = compute_loss(logprobs, entropy, tensors, loss_config, total, version.pack())
+            loss, metrics = compute_loss(logprobs, entropy, tensors, config.loss, total, version.pack())
         with watch.on(world.device, "backward"):
             loss.backward()
         totals.add(loss, metrics, micro, hf_config)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models import families
 from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, is_compilable, open_attention
@@ -22,7 +23,9 @@ from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.low_precision import use_fp8
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
+from prime_hpc.trainer.memory.offload import ActivationOffload
 from prime_hpc.trainer.parallel.shard import shard
 from prime_hpc.transport.messages import MicroBatch
 
@@ -199,16 +202,33 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     """
     trainer = config.trainer
     policy = _build_on_meta(config, world.device).eval()
-    reshard = world.size > 1 if trainer.reshard_after_forward is None else trainer.reshard_after_forward
-    for block in policy.blocks:
-        checkpoint_block(block, trainer.activation_checkpointing)
-        if trainer.compile:
-            compile_block(block, fullgraph=policy.is_compilable)
-    shard(policy, policy.blocks, world.mesh, getattr(torch, trainer.dtype), reshard_after_forward=reshard)
+    if trainer.fp8:
+        use_fp8(policy.blocks)
+    _prepare_blocks(policy, trainer, world.device)
+    reshard, dtype = _reshards(trainer, world.size), getattr(torch, trainer.dtype)
+    shard(policy, policy.blocks, world.mesh, dtype, reshard_after_forward=reshard)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
     return policy
+
+
+def _prepare_blocks(policy: PolicyModel, trainer: TrainerConfig, device: torch.device) -> None:
+    """Recomputation goes inside of the compiled graph, copies to the host around it."""
+    offload = ActivationOffload(device, trainer.activation_offload) if trainer.activation_offload else None
+    for block in policy.blocks:
+        checkpoint_block(block, trainer.activation_checkpointing)
+        if trainer.compile:
+            compile_block(block, fullgraph=policy.is_compilable)
+        if offload:
+            offload.wrap(block)
+
+
+def _reshards(trainer: TrainerConfig, ranks: int) -> bool:
+    """Whether a block's gathered weights are freed after its forward pass: not where nothing is saved by it."""
+    if trainer.reshard_after_forward is not None:
+        return trainer.reshard_after_forward
+    return ranks > 1 and not trainer.gather_once
 
 
 def _build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:

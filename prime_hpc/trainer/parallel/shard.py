@@ -19,6 +19,8 @@ def shard(
     for block in blocks:
         fully_shard(block, mesh=mesh.fsdp, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(policy, mesh=mesh.fsdp, mp_policy=precision)
+    if mesh.fsdp.size() == 1:
+        return  # a division by one would still be a pass over all gradients
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
