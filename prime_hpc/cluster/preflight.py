@@ -6,6 +6,7 @@ Each says in one line what it found; the exit code is 1 where something is missi
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import platform
@@ -22,6 +23,8 @@ from prime_hpc.cluster.gpus import count_gpus
 
 POLL_S = 0.2
 GIB = 2**30
+HERE, MET = ".here", ".met"
+"""Suffixes of the files of a node that is there, and of one that has seen all others."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Wanted:
 
 def inspect_node(wanted: Wanted, step: str) -> tuple[str, list[str]]:
     """What this node has, in a sentence, and what it lacks. `step` names the step, so that no two mix their files."""
+    if not wanted.folder.is_dir():
+        return f"Python {platform.python_version()}", [f"no folder {wanted.folder}"]
     gpus, free = count_gpus(), shutil.disk_usage(wanted.folder).free / GIB
     seen, seconds = _meet(wanted.folder / f".preflight_{step}", wanted.nodes, wanted.timeout_s)
     lacks = [f"{gpus} of {wanted.gpus} GPUs"] if gpus < wanted.gpus else []
@@ -48,15 +53,34 @@ def inspect_node(wanted: Wanted, step: str) -> tuple[str, list[str]]:
     return has, lacks
 
 
+def node_name() -> str:
+    """The node's name, as Slurm has it where it runs this task."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def _meet(folder: Path, nodes: int, timeout_s: float) -> tuple[int, float]:
-    """Leave a file in `folder` and wait for those of the other nodes; how many there were, after how many seconds."""
-    begin = time.monotonic()
-    write_json(folder / f"{socket.gethostname()}.json", {"pid": os.getpid()})
-    while True:
-        seen, seconds = sum(name.endswith(".json") for name in list_fresh(folder)), time.monotonic() - begin
-        if seen >= nodes or seconds > timeout_s:
-            return seen, seconds
+    """Leave a file in `folder` and wait for those of the other nodes; how many there were, after how many seconds.
+
+    Whoever sees that all have seen all removes the folder; one that gives up takes its own file back.
+    """
+    begin, mine = time.monotonic(), folder / f"{node_name()}{HERE}"
+    write_json(mine, {"pid": os.getpid()})
+    while (seen := _count(folder, HERE)) < nodes and time.monotonic() - begin < timeout_s:
         time.sleep(POLL_S)
+    seconds = time.monotonic() - begin
+    if seen < nodes:
+        mine.unlink()
+        with contextlib.suppress(OSError):  # others are still there
+            folder.rmdir()
+        return seen, seconds
+    write_json(mine.with_suffix(MET), {"seconds": seconds})
+    if _count(folder, MET) >= nodes:
+        shutil.rmtree(folder, ignore_errors=True)
+    return seen, seconds
+
+
+def _count(folder: Path, suffix: str) -> int:
+    return sum(name.endswith(suffix) and not name.startswith(".") for name in list_fresh(folder))
 
 
 def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
@@ -75,7 +99,7 @@ def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
 def main() -> None:
     step = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     has, lacks = inspect_node(parse_arguments(sys.argv[1:], os.environ), step)
-    print(f"{socket.gethostname()}: {has}: {'; '.join(lacks) or 'fit'}", flush=True)
+    print(f"{node_name()}: {has}: {'; '.join(lacks) or 'fit'}", flush=True)
     sys.exit(1 if lacks else 0)
 
 

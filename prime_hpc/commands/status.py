@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from prime_hpc.commands import cli
+from prime_hpc.launchers.startup import describe
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import ProcessStatus, RunStatus, WaitStatus, take_status
 
@@ -60,7 +61,8 @@ def render(status: RunStatus) -> RenderableType:
         table.add_column(column, overflow="fold")
     for component in dict.fromkeys(p.component for p in status.processes):
         table.add_row(component, *_row([p for p in status.processes if p.component == component]))
-    return Group(_headline(status), "", table)
+    startup = [describe(status.startup_s)] if status.startup_s else []
+    return Group(_headline(status), *startup, "", table)
 
 
 def _headline(status: RunStatus) -> str:

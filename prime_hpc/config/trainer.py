@@ -109,6 +109,8 @@ class TrainerConfig:
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Move of the routers' score-correction biases towards even load after a step; 0 leaves them as they are."""
+    router_replay: bool = False
+    """Compute every token by the experts that computed it when it was sampled; engines record and send them."""
     max_skipped_steps: NonNegative = 5
     """Steps skipped for a loss or gradient that is not finite, in a row, after which the run stops."""
     threads: Positive | None = None

@@ -16,12 +16,11 @@ from prime_hpc.models.spec import param_count
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.compilation import compilations
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.loop import forward_backward
+from prime_hpc.trainer.loop import forward_backward, open_optimizer
 from prime_hpc.trainer.measure import Stopwatch, peak_flops, performance, summarise
 from prime_hpc.trainer.memory.report import memory_by_category
-from prime_hpc.trainer.memory.states import keep_on_host
 from prime_hpc.trainer.model import PolicyModel, build_policy
-from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
+from prime_hpc.trainer.optim import GuardedOptimizer
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import PolicyVersion, RankBatch, Sample
 
@@ -53,10 +52,7 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
     """
     policy = build_policy(config, world)
     initialise(policy, config.seed + world.rank)
-    optimizer = GuardedOptimizer(build_adamw(policy, config.optimizer), config.optimizer, config.max_steps,
-                                 config.trainer.max_skipped_steps)  # fmt: skip
-    if config.trainer.optimizer_offload:
-        keep_on_host(optimizer.optimizer, world.device)
+    optimizer = open_optimizer(policy, config, world)
     steps: list[dict[str, float]] = []
     for step in range(1, config.max_steps + 1):
         batch = make_batch(config, policy.config.vocab_size, step, world)
@@ -67,7 +63,7 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
         steps.append(metrics)
     counted = steps[config.trainer.bench.warmup :]
     median = {name: statistics.median(step[name] for step in counted) for name in counted[0]}
-    memory = memory_by_category(policy, optimizer.optimizer, world.device)
+    memory = memory_by_category(policy, optimizer.optimizers, world.device)
     return {**_facts(config, policy, world), **_figures(median, world), "memory_gib": memory, **compilations()}
 
 
@@ -122,7 +118,7 @@ def _step(
     with watch("forward_backward"):
         result = forward_backward(policy, batch, config, world, VERSION, watch)
     with watch.on(world.device, "optimizer"):
-        optimized = optimizer.step(batch.step, result.loss)
+        optimized = optimizer.step(batch.step, result.losses)
     policy.balance_experts(config.trainer.router_bias_rate)
     times = watch.seconds()
     return {**result.metrics(), **optimized, **performance(result, times, world), **times, "flops": result.flops}

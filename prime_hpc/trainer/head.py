@@ -49,14 +49,15 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, *tokens = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
         _, differentiate = _passes(hidden.device)
         for rows in _chunks(len(hidden), ctx.chunk):
             logits = hidden[rows] @ weight.T
             grad_logits = differentiate(logits, *(t[rows] for t in (*tokens, grad, entropy_grad)))
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _passes(device: torch.device) -> tuple[Score, Differentiate]:

@@ -1,24 +1,30 @@
 """One rank of the trainer, from start to end. RL and SFT run the same loop; only where batches come from differs."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from prime_hpc.algorithms.losses import MicroBatchTensors, TokenCounts, compute_loss, count_tokens
+from prime_hpc.algorithms.tenants import Tenancy, split_by_adapter
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.run import RunConfig
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.checkpoints import Checkpointer
+from prime_hpc.trainer.compilation import compilations
 from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.lora import initialise
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
 from prime_hpc.trainer.memory.accumulation import hold_gathered
 from prime_hpc.trainer.memory.states import keep_on_host
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
-from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
+from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
+from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.sft_source import SFTSource
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.batches import BatchSource, open_source
-from prime_hpc.transport.messages import PolicyVersion, RankBatch, StepReport
+from prime_hpc.transport.messages import MicroBatch, PolicyVersion, RankBatch, StepReport
 
 
 def run(role: Role) -> None:
@@ -26,11 +32,8 @@ def run(role: Role) -> None:
     config, world = role.config, distributed.join(role)
     lineage = role.plan.forks[-1].lineage if role.plan.forks else 0
     policy = build_policy(config, world)
-    optimizer = GuardedOptimizer(build_adamw(policy, config.optimizer), config.optimizer, config.max_steps,
-                                 config.trainer.max_skipped_steps)  # fmt: skip
-    if config.trainer.optimizer_offload:
-        keep_on_host(optimizer.optimizer, world.device)
-    checkpointer = Checkpointer(role, world, policy, optimizer.optimizer, lineage)
+    optimizer = open_optimizer(policy, config, world)
+    checkpointer = Checkpointer(role, world, policy, optimizer.optimizers, lineage)
     step = _restore(role, policy, checkpointer)
     writer = WeightsWriter(role, world, policy)
     serving = config.mode == "rl"
@@ -57,7 +60,7 @@ def run(role: Role) -> None:
             result = forward_backward(policy, batch, config, world, PolicyVersion(lineage, step - 1), watch)
         role.reach("step.during")
         with watch("optimizer"):
-            optimized = optimizer.step(step, result.loss) | policy.balance_experts(config.trainer.router_bias_rate)
+            optimized = optimizer.step(step, result.losses) | policy.balance_experts(config.trainer.router_bias_rate)
         role.reach("step.after")
         with watch("publish"):
             if serving:
@@ -78,6 +81,16 @@ def run(role: Role) -> None:
     distributed.leave()
 
 
+def open_optimizer(policy: PolicyModel, config: RunConfig, world: distributed.World) -> GuardedOptimizer:
+    """The optimisers of every tenant, with their states where the configuration wants them."""
+    tenants = {tenant: build_optimizers(part, config.optimizer) for tenant, part in policy.tenants().items()}
+    optimizer = GuardedOptimizer(tenants, config.optimizer, config.max_steps, config.trainer.max_skipped_steps)
+    if config.trainer.optimizer_offload:
+        for each in optimizer.optimizers:
+            keep_on_host(each, world.device)
+    return optimizer
+
+
 def forward_backward(
     policy: PolicyModel,
     batch: RankBatch,
@@ -87,28 +100,52 @@ def forward_backward(
     watch: Stopwatch,
 ) -> BatchResult:
     """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
-    counts = count_tokens(batch.micro_batches).tensor()
-    dist.all_reduce(counts)
-    total = TokenCounts.from_tensor(counts // world.row_ranks)
+    rows = [(micro, split_by_adapter(micro)) for micro in batch.micro_batches]
+    counts = _count_tokens(policy, [part for _, parts in rows for part in parts], world)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
-    for i, micro in enumerate(batch.micro_batches):
+    for i, (micro, parts) in enumerate(rows):
         if config.trainer.gather_once:
-            hold_gathered(policy, last=i == len(batch.micro_batches) - 1)
+            hold_gathered(policy, last=i == len(rows) - 1)
         tensors = MicroBatchTensors.of(micro, world.device)
         with watch.on(world.device, "forward"):
             logprobs, entropy = policy(PackedRow.of(micro, tensors))
-            loss, metrics = compute_loss(logprobs, entropy, tensors, config.loss, total, version.pack())
+            loss = torch.zeros((), device=world.device)
+            for part in parts:
+                tenant = policy.tenant_of(part.adapter)
+                theirs = tensors if len(parts) == 1 else MicroBatchTensors.of(part.micro, world.device)
+                own, metrics = compute_loss(logprobs[part.tokens], entropy[part.tokens], theirs, config.loss,
+                                            counts[tenant], version.pack())  # fmt: skip
+                loss = loss + own
+                totals.add(tenant, own, metrics)
         with watch.on(world.device, "backward"):
             loss.backward()
-        totals.add(loss, metrics, micro, hf_config)
-    return totals.reduce(world)
+        totals.count(micro, hf_config)
+    result = totals.reduce(world)
+    # alone, an adapter would not see this batch if it had nothing to train on
+    losses = {tenant: loss for tenant, loss in result.losses.items() if tenant == WHOLE or counts[tenant]}
+    return replace(result, losses=losses)
+
+
+def _count_tokens(policy: PolicyModel, parts: list[Tenancy], world: distributed.World) -> dict[str, TokenCounts]:
+    """The normalisers of each tenant, over the rows of all ranks."""
+    micros: dict[str, list[MicroBatch]] = {tenant: [] for tenant in policy.tenants()}
+    for part in parts:
+        micros[policy.tenant_of(part.adapter)].append(part.micro)
+    counts = torch.stack([count_tokens(own).tensor() for own in micros.values()])
+    dist.all_reduce(counts)
+    return {tenant: TokenCounts.from_tensor(row // world.row_ranks)
+            for tenant, row in zip(micros, counts, strict=True)}  # fmt: skip
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
-    """Load the plan's checkpoint or the base model; returns the step that the weights come from."""
+    """Load the plan's checkpoint or the base model, which a checkpoint of adapters leaves out; returns the step that
+    the weights come from."""
+    if policy.lora or not role.plan.checkpoint:
+        load_weights(policy, Path(role.config.model.path))
+    if policy.lora:
+        initialise(policy.lora, role.config.seed)
     if role.plan.checkpoint:
         return checkpointer.load(Path(role.plan.checkpoint))
-    load_weights(policy, Path(role.config.model.path))
     return 0
 
 
@@ -130,5 +167,7 @@ def _report(
     if not world.first:
         return None
     metrics = {**result.metrics(), **optimized, **performance(result, times, world), **times}
+    if role.config.trainer.compile:
+        metrics |= compilations()
     role.log.info(summarise(step, metrics))
     return StepReport(step=step, metrics=metrics)

@@ -168,10 +168,10 @@ class FileServer:
         seen: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for name in self._requests():
-                    if name not in seen:
-                        seen.add(name)
-                        tasks.create_task(self._reply(self._root / name, answer))
+                asked = set(self._requests())
+                for name in asked - seen:
+                    tasks.create_task(self._reply(self._root / name, answer))
+                seen = asked  # a step that was removed may be asked for again
                 await asyncio.sleep(POLL_S)
 
     def _requests(self) -> list[str]:

@@ -121,6 +121,24 @@ def test_a_resumed_sparse_run_goes_on_with_its_corrections(tmp_path, sparse_mode
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights("0.2").items())
 
 
+def test_muon_over_two_ranks_is_muon_on_one_and_its_checkpoint_resumes_there(tmp_path):
+    """Seven experts of a layer, and matrices with rows for both ranks."""
+    save_model("qwen3_moe", tmp_path / "base")
+    make_char_tokenizer(tmp_path / "base")
+    settings = {"optimizer": {"name": "muon", "weight_decay": 0.1, "warmup_steps": 0}, "update": {"keep_versions": 9}}
+    one = make_run(tmp_path / "one", tmp_path / "base", max_steps=2, **settings).record(2).train()
+    two = make_run(tmp_path / "two", tmp_path / "base", ranks=2, max_steps=1, **settings).record(1).train_in_processes()
+    start, step = one.weights("0.0"), one.weights("0.1")
+    for name, tensor in two.weights("0.1").items():
+        torch.testing.assert_close(tensor, step[name], rtol=0, atol=1e-6)
+    moved = step["model.layers.0.mlp.experts.6.up_proj.weight"] - start["model.layers.0.mlp.experts.6.up_proj.weight"]
+    assert moved.norm() == pytest.approx(1e-3 * 0.2 * 32**0.5 * 16**0.5, rel=0.4)
+    resumed = make_run(tmp_path / "two", tmp_path / "base", attempt=2, checkpoint_path=two.paths.checkpoint(1),
+                       max_steps=2, **settings).record(2).train()  # fmt: skip
+    for name, tensor in resumed.weights("0.2").items():
+        torch.testing.assert_close(tensor, one.weights("0.2")[name], rtol=0, atol=2e-6)
+
+
 def test_two_ranks_train_a_sparse_model_like_one(tmp_path, sparse_model):
     one, two = (train_sparse(tmp_path / str(ranks), sparse_model, ranks) for ranks in (1, 2))
     for metric in ("loss", "optim/grad_norm", "moe/max_vio", "moe/max_vio_worst"):

@@ -10,6 +10,7 @@ def test_a_fit_node_lacks_nothing(tmp_path: Path) -> None:
     has, lacks = inspect_node(parse_arguments([str(tmp_path), "--module", "json"], {}), "7_0")
     assert lacks == []
     assert "1 nodes met" in has
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_everything_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -19,8 +20,18 @@ def test_everything_that_is_missing_is_named(tmp_path: Path) -> None:
     assert module == "no module no_such_module"
     assert space.endswith(f" of 1000000000 GiB free in {tmp_path}")
     assert nodes == f"1 of 2 nodes write to the same {tmp_path}"
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_nodes_meet_through_the_folder(tmp_path: Path) -> None:
-    write_json(tmp_path / ".preflight_7_1" / "other.json", {})
-    assert inspect_node(parse_arguments([str(tmp_path), "--nodes", "2"], {}), "7_1")[1] == []
+def test_a_node_without_the_folder_is_not_fit(tmp_path: Path) -> None:
+    assert inspect_node(parse_arguments([str(tmp_path / "absent")], {}), "7_0")[1] == [f"no folder {tmp_path}/absent"]
+
+
+def test_nodes_meet_through_the_folder_and_the_last_removes_it(tmp_path: Path) -> None:
+    wanted, folder = parse_arguments([str(tmp_path), "--nodes", "2"], {}), tmp_path / ".preflight_7_1"
+    write_json(folder / "other.here", {})
+    assert inspect_node(wanted, "7_1")[1] == []
+    assert "other.here" in {path.name for path in folder.iterdir()}, "the other node has not seen this one yet"
+    write_json(folder / "other.met", {})
+    assert inspect_node(wanted, "7_1")[1] == []
+    assert list(tmp_path.iterdir()) == []

@@ -63,5 +63,5 @@ def test_the_report_counts_weights_and_states():
     optimizer.step()
     parameters = 8 * 16 + 16 + 16 * 8 + 8
     scalars = 4  # a step count for each parameter
-    report = memory_by_category(block, optimizer, CPU)
+    report = memory_by_category(block, [optimizer], CPU)
     assert report == {"weights": 4 * parameters / 2**30, "optimizer": 4 * (2 * parameters + scalars) / 2**30}

@@ -12,7 +12,8 @@ from prime_hpc.cluster.files import read_json, write_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.slurm.allocation import Job, jobs, script_name
-from prime_hpc.launchers.slurm.jobs import RunJob
+from prime_hpc.launchers.slurm.jobs import LIVE, RunJob
+from prime_hpc.launchers.slurm.queue import state
 from prime_hpc.launchers.slurm.sbatch import render_script, write_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
 from prime_hpc.plan.run_plan import RunPlan
@@ -55,14 +56,36 @@ def submit(plan: RunPlan, after: str | None = None) -> RunJob:
     ids: list[str] = []
     for job in jobs(plan):
         try:
-            executor = JobExecutor(plan, job, dependency=f"after:{ids[0]}" if ids else after and f"afterany:{after}")
-            ids.append(executor.submit(RoleTask(paths.plan)).job_id)
-        except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
+            ids.append(_submit(plan, job, f"after:{ids[0]}" if ids else after and f"afterany:{after}"))
+        except InfrastructureFailure:
             for submitted in ids:
                 subprocess.run(["scancel", submitted])
-            raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
+            raise
     write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
     return RunJob(plan, ids)
+
+
+def submit_missing(plan: RunPlan) -> None:
+    """In the main job of a run that goes on: submit those linked jobs anew that have ended meanwhile.
+
+    Raises:
+        InfrastructureFailure: Slurm refuses one.
+    """
+    paths = RunPaths(Path(plan.run_dir))
+    ids: list[str] = (read_json(paths.job) or {})["job_ids"]
+    for number, job in enumerate(jobs(plan)[1:], 1):
+        if state(ids[number]) not in LIVE:
+            ids[number] = _submit(plan, job)
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
+
+
+def _submit(plan: RunPlan, job: Job, dependency: str | None = None) -> str:
+    """The id of the submitted job."""
+    try:
+        submitted = JobExecutor(plan, job, dependency).submit(RoleTask(RunPaths(Path(plan.run_dir)).plan))
+    except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
+        raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
+    return str(submitted.job_id)
 
 
 def adopt(plan: RunPlan, job_id: str) -> Job:

@@ -5,15 +5,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 GIB = 2**30
 
 
-def memory_by_category(policy: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, float]:
+def memory_by_category(policy: nn.Module, optimizers: list[Optimizer], device: torch.device) -> dict[str, float]:
     """GiB on `device` of weights and optimiser states, which stay, and of `transient`: the most that a step took beside
     them for gathered weights, activations, gradients and logits; only weights and states where it is no GPU.
     """
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    states = (value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+              if isinstance(value, Tensor))  # fmt: skip
     held = {"weights": held_gib(policy.parameters(), device), "optimizer": held_gib(states, device)}
     if device.type != "cuda":
         return held
