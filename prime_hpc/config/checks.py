@@ -32,7 +32,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "bench": (_bench,),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [_model, _optimizer, _lora, *by_mode[config.mode], *slurm]
+    checks = [_model, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -244,6 +244,15 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.sft.batch_size", sft.batch_size, f"a multiple of trainer.ranks = {ranks}")
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:
+    if not config.trainer.fp8:
+        return
+    if config.trainer.dtype != "bfloat16":
+        yield ConfigProblem("trainer.fp8", True, f"false, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
+    if config.lora.on:
+        yield ConfigProblem("trainer.fp8", True, "false with adapters, whose base is not trained")
 
 
 def _bench(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -101,7 +101,7 @@ class PolicyModel(nn.Module):
         """Log-probability of every scored token given its document so far, and entropy of what it was drawn from.
 
         Returns:
-            Two float32[n] in nats; log(1/V) and log(V) where a token is not scored. Only the first has a gradient.
+            Two float32[n] in nats; log(1/V) and log(V), without gradient, where a token is not scored.
         """
         if self.lora:
             self.lora.select(row.adapters)
@@ -227,7 +227,7 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     trainer = config.trainer
     policy = build_on_meta(config, world.device).eval()
     if trainer.fp8:
-        use_fp8(policy.blocks)
+        use_fp8(policy.blocks, world.device)
     _prepare_blocks(policy, trainer, world.device)
     reshard, dtype = _reshards(trainer, world.size), getattr(torch, trainer.dtype)
     shard(policy, policy.blocks, world.mesh, dtype, reshard_after_forward=reshard)
