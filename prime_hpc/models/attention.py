@@ -129,11 +129,6 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
     return wanted
 
 
-def is_compilable(backend: str) -> bool:
-    """Whether attention by `backend` is part of a compiled graph, rather than a break in it."""
-    return backend in varlen.KERNELS
-
-
 def open_attention(backend: str, seq_lens: list[int], device: torch.device) -> Attend:
     """Attention by `backend` over a row of documents of these lengths."""
     if backend == SDPA:
