@@ -1,7 +1,7 @@
 """Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -34,6 +34,8 @@ class ModelConfig:
 
     path: str = ""
     """Directory in Hugging Face layout (config.json, safetensors, tokenizer)."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """mode=bench: the contents of a config.json in place of `path`, such as `model=qwen3_1.7b` gives."""
     tokenizer: str | None = None
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
