@@ -251,8 +251,8 @@ class Supervisor:
             self._start(state)
         elif state.running and not state.ready and self._at_work(state.unit):
             state.ready = True
-            if state.restarts:
-                self._events.add("recovered", "at work again", unit=state.unit.name, restart=state.restarts)
+            kind, words = ("recovered", "at work again") if state.restarts else ("ready", "at work")
+            self._events.add(kind, words, unit=state.unit.name, restart=state.restarts)
 
     def _start(self, state: _State) -> None:
         state.ready = False

@@ -78,17 +78,8 @@ def _pace(plan: RunPlan, config: RunConfig, hf_config: HFConfig, workload: Workl
         engine=device_of(config, "inference", here),
         engine_gpus=sum(len(p.gpus) for p in plan.of("inference") if p.index == 0),
         trainer_nodes=len({plan.host(p) for p in ranks}),
-        gpus=held_gpus(plan),
+        gpus=plan.held_gpus,
     )
-
-
-def held_gpus(plan: RunPlan) -> int:
-    """GPUs of all nodes of the run, spares too; on this machine, those that processes use."""
-    if not any(group.gpus for group in plan.groups):
-        return 0
-    if plan.nodes == 1:
-        return len({gpu for process in plan.processes for gpu in process.gpus})
-    return sum(max(g.gpus for g in plan.groups if g.first <= node < g.end) for node in range(plan.nodes))
 
 
 def _overfull(roles: list[RoleMemory]) -> list[str]:

@@ -27,7 +27,7 @@ def assert_whole(run: LocalRun, steps: int) -> None:
 
 
 def kinds(run: LocalRun, unit: str) -> list[str]:
-    return [event["kind"] for event in run.events if event["unit"] == unit]
+    return [event["kind"] for event in run.events if event["unit"] == unit and event["kind"] != "ready"]
 
 
 @pytest.fixture(scope="module")

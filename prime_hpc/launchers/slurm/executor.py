@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from prime_hpc.plan.run_plan import RunPlan
 class JobExecutor(SlurmExecutor):
     """Submits one job of a plan: its own batch script in place of submitit's, every task a process of the plan."""
 
-    def __init__(self, plan: RunPlan, job: Job, dependency: str | None = None):
+    def __init__(self, plan: RunPlan, job: Job, dependency: str = ""):
         super().__init__(RunPaths(Path(plan.run_dir)).slurm)
         self.plan, self.job, self.dependency = plan, job, dependency
 
@@ -53,15 +54,21 @@ def submit(plan: RunPlan, after: str | None = None) -> RunJob:
     paths.slurm.mkdir(parents=True, exist_ok=True)
     write_scripts(plan)
     ids: list[str] = []
+    slot = plan.typed_config().launcher.slot
     for job in jobs(plan):
+        waits = (
+            [f"after:{ids[0]}"]
+            if ids
+            else [*(["singleton"] if slot else []), *([f"afterany:{after}"] if after else [])]
+        )
         try:
-            executor = JobExecutor(plan, job, dependency=f"after:{ids[0]}" if ids else after and f"afterany:{after}")
+            executor = JobExecutor(plan, job, dependency=",".join(waits))
             ids.append(executor.submit(RoleTask(paths.plan)).job_id)
         except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
             for submitted in ids:
                 subprocess.run(["scancel", submitted])
             raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
-    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids, "time": time.time()})
     return RunJob(plan, ids)
 
 
@@ -72,7 +79,7 @@ def adopt(plan: RunPlan, job_id: str) -> Job:
     pickle.parent.mkdir(parents=True, exist_ok=True)
     DelayedSubmission(RoleTask(paths.plan)).dump(pickle)
     _share(plan, job, pickle)
-    write_json(paths.job, {"attempt": plan.attempt, "job_ids": [job_id]})
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": [job_id], "time": time.time()})
     return job
 
 
