@@ -2,9 +2,12 @@
 
 import shutil
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
+from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.slurm_checks import mebibytes
 from prime_hpc.models.spec import HFConfig, param_count
 from prime_hpc.plan.devices import GIB, device_of
 from prime_hpc.plan.disk import Disk, disk_use
@@ -44,7 +47,12 @@ def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str 
         disk=disk,
         pace=pace,
         assumptions=assumptions(config, workload) if pace else [],
-        warnings=[*_overfull(roles), *_short_of_disk(Path(plan.run_dir), disk), *_unknown(plan, pace)],
+        warnings=[
+            *_overfull(roles),
+            *_short_of_memory(plan, config, roles),
+            *_short_of_disk(Path(plan.run_dir), disk),
+            *_unknown(plan, pace),
+        ],
     )
 
 
@@ -101,6 +109,26 @@ _REMEDIES = {
     "activations": "trainer.activation_checkpointing=true, then shorter rows (trainer.micro_batch_tokens, seq_len)",
     "logits": "a smaller trainer.head_chunk_tokens",
     "weights": "more GPUs (trainer.ranks, inference.vllm.tensor_parallel_size)",
+}
+
+
+def _short_of_memory(plan: RunPlan, config: RunConfig, roles: list[RoleMemory]) -> list[str]:
+    """Groups of nodes whose processes need more host memory than is asked for."""
+    words = []
+    for group in plan.groups if config.launcher.on_slurm else ():
+        asked = component(config.cluster, group.name).memory or "0"
+        need = sum(r.host_bytes * ceil(r.processes / group.nodes) for r in roles if r.role in _ON_NODES[group.name])
+        if 0 < mebibytes(asked) * 2**20 < need:
+            words.append(f"a node of {group.name} needs about {need / GIB:.0f} GiB of host memory, not {asked}: "
+                         f"raise cluster.components.{group.name}.memory")  # fmt: skip
+    return words
+
+
+_ON_NODES = {
+    "orchestrator": ("orchestrator", "environment"),
+    "inference": ("engine", "engine GPU"),
+    "trainer": ("trainer rank",),
+    "evaluator": (),
 }
 
 

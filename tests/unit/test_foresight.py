@@ -186,3 +186,9 @@ def test_a_run_too_large_for_the_disk_is_said(tmp_path: Path) -> None:
     assert any(
         words.startswith("the run needs about 66") and "checkpoint.every" in words for words in foresight.warnings
     )
+
+
+def test_a_node_that_asks_for_too_little_host_memory_is_named(tmp_path: Path) -> None:
+    short = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gpu": "H200", "memory": "8G"}, trainer={"ranks": 8})
+    assert [words.partition(" needs")[0] for words in short.warnings] == ["a node of trainer"]
+    assert "raise cluster.components.trainer.memory" in short.warnings[0]

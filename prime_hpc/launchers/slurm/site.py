@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from prime_hpc.config.slurm_checks import parse_time
+from prime_hpc.config.slurm_checks import mebibytes, parse_time
 from prime_hpc.errors import ConfigProblem, nearest_name
 from prime_hpc.launchers.slurm.allocation import Block, jobs
 from prime_hpc.launchers.slurm.sbatch import render_scripts
@@ -17,7 +17,6 @@ SINFO = ["sinfo", "--noheader", "--format=%P|%l|%D|%c|%m|%G|%f"]
 STARTS = re.compile(r"to start at (\S+)")
 SHORTER = (2, 4)
 """By which a time limit is divided to see whether a shorter job would start sooner."""
-MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _nodes(block: Block, key: str, where: str, kinds: list[Nodes]) -> Iterator[C
     wants = [("constraint", own.constraint, lambda kind: _has_feature(own.constraint, kind)),
              ("gpus_per_node", block.gpus, lambda kind: kind.gpus >= block.gpus),
              ("cpus", own.cpus, lambda kind: kind.cpus >= (own.cpus or 0)),
-             ("memory", own.memory, lambda kind: kind.memory >= _mebibytes(own.memory))]  # fmt: skip
+             ("memory", own.memory, lambda kind: kind.memory >= mebibytes(own.memory or "0"))]  # fmt: skip
     for name, value, fits in wants:
         kinds = [kind for kind in kinds if fits(kind)]
         count = sum(kind.count for kind in kinds)
@@ -149,10 +148,3 @@ def _gpus(gres: str) -> int:
     """GPUs in text such as `gpu:h200:8(S:0-1),nvme:1`."""
     counts = re.findall(r"(?:^|,)gpu(?::[^:,()]+)*?:(\d+)", gres)
     return sum(map(int, counts))
-
-
-def _mebibytes(memory: str | None) -> float:
-    if memory is None:
-        return 0
-    unit = memory[-1] if memory[-1] in MEBIBYTES else "M"
-    return float(memory.rstrip("KMGT")) * MEBIBYTES[unit]
