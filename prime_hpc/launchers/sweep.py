@@ -108,8 +108,10 @@ class Sweep:
 
 def _name(index: int, varied: list[str]) -> str:
     """`2_seed-3_lr-1e-5`: the number of a point, then the last word of each key with its value."""
-    words = [NAME.sub("-", override.rpartition(".")[2] if "=" in override.rpartition(".")[2] else override).strip("-")
-             for override in varied]  # fmt: skip
+    words = []
+    for override in varied:
+        key, _, value = override.partition("=")
+        words.append(NAME.sub("-", f"{key.rpartition('.')[2]}-{value}").strip("-"))
     return "_".join([str(index), *words])[:LONGEST_NAME]
 
 

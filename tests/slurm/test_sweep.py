@@ -9,18 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.commands import stop
 from prime_hpc.observe.sweep import read_sweep
 from tests.integration.runs import REPOSITORY
 from tests.slurm.test_runs import TINY
 from tools.slurm_sandbox import SlurmSandbox
+from tools.slurm_sandbox.waiting import wait_for
 
 pytestmark = pytest.mark.slurm
 
 SMALL = (*TINY, "trainer.ranks=1", "inference.replicas=1", "cluster.cpus=1", "max_steps=2", "checkpoint.every=0")
 
+POINTS = ("inference.engine_args.token_s=0.01,slow,0.02,0.03", "hydra.launcher.max_parallel=2",
+          "hydra.launcher.name=mine")  # fmt: skip
 
-def launch(sandbox: SlurmSandbox, output: Path, model: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=slurm_hetjob",
+
+def launch(
+    sandbox: SlurmSandbox, output: Path, model: Path, *overrides: str, many: bool = False
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prime_hpc.launch", *(["-m"] if many else []),
+               "+experiment=reverse_text_cpu", "launcher=slurm_hetjob",
                *SMALL, f"model.path={model}", f"run.output_dir={output}", *overrides]  # fmt: skip
     return subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **sandbox.env}, text=True, capture_output=True)
 
@@ -31,12 +39,34 @@ def running(sandbox: SlurmSandbox) -> set[str]:
     return {row.split("+")[0] for row in rows if row.endswith(("RUNNING", "COMPLETING"))}
 
 
+def test_a_slot_is_free_again_once_its_point_has_ended_however_it_did(
+    slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Engines alone, which work until they are stopped; the second of four cannot start."""
+    launched = launch(slurm, tmp_path, tiny_model, "mode=serve", *POINTS, many=True)
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    first, bad, third, fourth = (tmp_path / "mine" / point.name for point in read_sweep(tmp_path / "mine"))
+    seen: list[set[str]] = []
+
+    def states() -> dict[str, str]:
+        seen.append(running(slurm))
+        return {point.name: point.state for point in read_sweep(tmp_path / "mine")}
+
+    wait_for(lambda: states()[fourth.name] == "starting", "the fourth point", "the slot of the failed one", 90)
+    assert states() == {first.name: "starting", bad.name: "failed", third.name: "queued", fourth.name: "starting"}
+    for point in (first, fourth, third):
+        wait_for(lambda point=point: states()[point.name] == "starting", point.name, "its slot", 60)
+        stop.request(point, "stop", "seen enough")
+    wait_for(lambda: not running(slurm) and not slurm.jobs(), "the end", "the sweep", 60)
+    assert max(map(len, seen)) == 2
+    assert states() == {first.name: "stopped", bad.name: "failed", third.name: "stopped", fourth.name: "stopped"}
+
+
 @pytest.mark.slow
 def test_two_of_four_points_run_at_once_and_a_failed_one_stops_nobody(
     slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
 ) -> None:
-    launched = launch(slurm, tmp_path, tiny_model, "-m", "inference.engine_args.token_s=0.01,slow,0.02,0.03",
-                      "hydra.launcher.max_parallel=2", "hydra.launcher.name=mine")  # fmt: skip
+    launched = launch(slurm, tmp_path, tiny_model, *POINTS, many=True)
     assert launched.returncode == 0, launched.stdout + launched.stderr
     most, deadline = 0, time.monotonic() + 540
     while slurm.jobs():

@@ -102,7 +102,7 @@ def _test(job: str, script: str, limit: str | None) -> Start:
 def _block(block: Block, partitions: list[Partition], limit: str | None) -> Iterator[ConfigProblem]:
     key, asked = f"cluster.components.{block.name}", block.resources.partition
     names = asked.split(",") if asked else [p.name for p in partitions if p.default]
-    known = [p.name for p in partitions]
+    known = sorted(p.name for p in partitions)
     for name in names:
         if name not in known:
             yield ConfigProblem(f"{key}.partition", name, f"one of {', '.join(known)}", nearest_name(name, known))
