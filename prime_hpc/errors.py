@@ -51,6 +51,10 @@ class InfrastructureFailure(PrimeHPCError):
     """A process, socket, disk or peer failed; the work itself is not to blame."""
 
 
+class NodesLost(InfrastructureFailure):
+    """Nodes of a job are gone or not fit, so that the run cannot go on there; in another start of it, it may."""
+
+
 class SchemaMismatch(InfrastructureFailure):
     """A message or file of a schema version this process does not speak."""
 

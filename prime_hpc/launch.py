@@ -23,6 +23,7 @@ from prime_hpc.envs.load import find_source_problems
 from prime_hpc.errors import ConfigProblem, ConfigurationError, PrimeHPCError
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.registry import launch_plan
+from prime_hpc.models.degrees import find_parallel_problems
 from prime_hpc.models.families import find_model_problems
 
 EXIT_CONFIGURATION = 2
@@ -46,7 +47,8 @@ def main(composed: DictConfig) -> None:
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
     config = parse(_resolved(composed))
-    problems = [*find_conflicts(config), *find_model_problems(config), *find_source_problems(config)]
+    problems = [*find_conflicts(config), *find_model_problems(config), *find_parallel_problems(config),
+                *find_source_problems(config)]  # fmt: skip
     if problems:
         raise ConfigurationError(problems)
     stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())

@@ -1,6 +1,8 @@
 """Fixtures that every test may use."""
 
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny_model")
     make_tiny_model(path, seed=0)
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system that holds one and a half checkpoints of the tiny model; needs the right to mount."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
 CONFIGS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "mlp_only_layers": [1], "norm_topk_prob": True, **EXPERTS}),
@@ -30,7 +31,7 @@ CONFIGS = {
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
 }
 """By name: model type, and what its configuration has beside `SHAPE`."""
-FAMILY_NAMES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,22 +46,24 @@ class TrainerRun:
     def paths(self) -> RunPaths:
         return RunPaths(Path(self.plan.run_dir))
 
-    def record(self, steps: int, *, poison: int | None = None) -> "TrainerRun":
-        """Write batches 1 to `steps`; batch `poison` has advantages that are not a number."""
+    def record(
+        self, steps: int, *, poison: int | None = None, samples: Callable[[int], list[Sample]] | None = None
+    ) -> "TrainerRun":
+        """Write batches 1 to `steps` of `samples`; batch `poison` has advantages that are not a number."""
         ranks = len(self.plan.of("trainer"))
         for step in range(1, steps + 1):
-            samples = make_samples(step, nan=step == poison)
-            for rank, micro_batches in enumerate(pack(samples, ranks, self.plan.config["seq_len"])):
+            batch_samples = samples(step) if samples else make_samples(step, nan=step == poison)
+            for rank, micro_batches in enumerate(pack(batch_samples, ranks, self.plan.config["seq_len"])):
                 batch = RankBatch(step=step, rank=rank, micro_batches=micro_batches, journal_offset=100 * step,
-                                  sample_ids=[s.sample_id for s in samples])  # fmt: skip
+                                  sample_ids=[s.sample_id for s in batch_samples])  # fmt: skip
                 path = self.paths.batches / f"step_{step}" / f"rank_{rank}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(b"\n".join(encode(batch)))
         return self
 
-    def train(self) -> "TrainerRun":
-        """Run the only rank in this process."""
-        with self.supervised():
+    def train(self, *, lease: int | None = None) -> "TrainerRun":
+        """Run the only rank in this process, while attempt `lease` (its own when left out) holds the run."""
+        with self.supervised(lease):
             try:
                 loop.run(Role(self.plan, self.plan.process("trainer-0")))
             finally:
@@ -82,9 +84,9 @@ class TrainerRun:
         return self
 
     @contextmanager
-    def supervised(self) -> Iterator[None]:
+    def supervised(self, lease: int | None = None) -> Iterator[None]:
         secrets.create(self.paths.root)
-        keeper = LeaseKeeper(self.paths.rendezvous, self.plan.attempt, 30.0)
+        keeper = LeaseKeeper(self.paths.rendezvous, lease or self.plan.attempt, 30.0)
         try:
             yield
         finally:

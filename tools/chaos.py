@@ -5,22 +5,24 @@ as it has cells; what the supervisor wrote down becomes a table. Exit code 1 whe
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from prime_hpc.cluster.faults import VARIABLE, Fault
 from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.observe.events import Event, read_events
-from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, GroupsDropped, read
+from tools.endurance import UNCHANGED, account, broken_promises
 
 POINTS = {
+    "trainer-0": {"save": ["during"]},
     "trainer-1": {"batch": ["before"], "step": ["before", "during", "after"], "update": ["before", "during", "after"],
                   "save": ["before", "after"], "shutdown": ["before", "during", "after"]},
     "orchestrator-0": {"sampling": ["before", "after"], "batch": ["before", "during", "after"],
@@ -29,130 +31,130 @@ POINTS = {
     "inference-0": {"sampling": ["before", "during", "after"], "update": ["before", "during", "after"]},
     "env-reverse_text-0": {"sampling": ["before", "during", "after"]},
 }  # fmt: skip
-"""What each role passes by, in order; what comes at the end of a run comes last."""
+"""What each process passes by, in order; what comes at the end of a run comes last, and rank 0 alone publishes."""
 ACTIONS = ("SIGKILL", "SIGSTOP", "raise")
-UNITS = {"trainer-1": "trainer", "orchestrator-0": "orchestrator"}
+UNITS = {"trainer-0": "trainer", "trainer-1": "trainer", "orchestrator-0": "orchestrator"}
 HANG_S = 12
+STEPS = 60
+RECOVERED, CONTAINED, ENDED, NOT_REACHED = "recovered", "contained", "at the end of the run", "not reached"
 OVERRIDES = (
-    "+experiment=reverse_text_cpu", "launcher=local", "seq_len=64", "orchestrator.batch_size=16",
-    "orchestrator.group_size=4", "trainer.ranks=2", "trainer.threads=1", "env.workers=2", "inference.replicas=2",
-    "inference.engine=tests.fake_engine", "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.02}",
-    "checkpoint.every=2", "recovery.backoff_s=0.1", "recovery.backoff_max_s=0.2", f"recovery.hang_s={HANG_S}",
-    *(f"recovery.{name}.max_restarts=1000" for name in ("trainer", "orchestrator", "inference", "environment")),
-    "env.eval.every=1", "env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, args: {seed: 9}, "
-    "num_tasks: 2, sampling: {max_tokens: 14}}]",
+    *UNCHANGED, "trainer.ranks=2", "env.workers=2", "inference.replicas=2", "checkpoint.every=2",
+    "checkpoint.keep_last=1000", f"recovery.hang_s={HANG_S}", "env.eval.every=1",
+    "env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, args: {seed: 9}, num_tasks: 2, "
+    "sampling: {max_tokens: 14}}]",
 )  # fmt: skip
+FAKE_ENGINE = (
+    "inference.engine=tests.fake_engine",
+    "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.02}",
+)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one cell; `seconds` from the failure until the unit was back at work."""
+class Cell(NamedTuple):
+    """One failure: `action` befalls `process` at `point`."""
 
     process: str
     point: str
     action: str
+
+    @property
+    def unit(self) -> str:
+        """What is started again after it."""
+        return UNITS.get(self.process, self.process)
+
+    @property
+    def contained(self) -> bool:
+        """An exception there fails one episode, request or update, which is tried again without any restart."""
+        return self.action == "raise" and self.process.startswith(("env-", "inference-"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell; `seconds` from when the supervisor saw the failure until the unit was back at work.
+
+    Where the next failure came before that, they last until the unit has recovered from both.
+    """
+
+    cell: Cell
     result: str
-    seconds: float | None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return self.result if self.seconds is None else f"{self.seconds:.0f} s"
 
 
-def make_faults() -> list[Fault]:
-    """One fault for each start of each role. What raises inside an episode or a request fails that alone, not the role,
-    and so shares a start with the next fault."""
-    faults = []
-    for process, phases in POINTS.items():
-        restart = 0
-        for point, action in _cells(phases):
-            faults.append(Fault(process=process, point=point, action=action, restart=restart))
-            restart += not _is_contained(process, point, action)
+def all_cells() -> list[Cell]:
+    """The whole table, in the order in which the cells of a process are met."""
+    return [Cell(process, f"{phase}.{moment}", action) for process, phases in POINTS.items()
+            for phase, moments in phases.items() for moment in moments for action in ACTIONS]  # fmt: skip
+
+
+def make_faults(cells: Iterable[Cell]) -> list[Fault]:
+    """One fault for each start of each unit; one that is contained shares a start with the next."""
+    faults, restarts = [], Counter[str]()
+    for cell in cells:
+        faults.append(Fault(process=cell.process, point=cell.point, action=cell.action, restart=restarts[cell.unit]))
+        restarts[cell.unit] += not cell.contained
     return faults
 
 
-def outcomes(events: list[Event], faults: list[Fault]) -> Iterator[Outcome]:
-    """Each fault with what the supervisor did about it."""
+def outcomes(root: Path, faults: Iterable[Fault]) -> Iterator[Outcome]:
+    """What became of each fault of the run at `root`."""
+    events = read_events(root, 1)
     for fault in faults:
-        unit = UNITS.get(fault.process, fault.process)
-        mine = [e for e in events if e.unit == unit]
-        if _is_contained(fault.process, fault.point, fault.action):
-            yield Outcome(fault.process, fault.point, fault.action, "contained", None)
-            continue
-        failed = next((e for e in mine if e.kind in ("exit", "hang") and e.restart == fault.restart), None)
-        back = next((e for e in mine if e.kind == "recovered" and e.restart == fault.restart + 1), None)
-        if failed is None:
-            result = "not reached"
+        cell = Cell(fault.process, fault.point, fault.action)
+        suffix = f".restart_{fault.restart}" if fault.restart else ""
+        log = root / "logs" / "attempt_1" / f"{fault.process}{suffix}.log"
+        if not log.exists() or fault.told not in log.read_text(errors="replace"):
+            yield Outcome(cell, NOT_REACHED)
+        elif cell.contained:
+            yield Outcome(cell, CONTAINED)
         else:
-            result = "recovered" if back else "at the end of the run"
-        yield Outcome(fault.process, fault.point, fault.action, result, back.time - failed.time if back else None)
+            yield _recovery(cell, fault.restart, events)
 
 
-def render(rows: list[Outcome]) -> str:
+def _recovery(cell: Cell, restart: int, events: list[Event]) -> Outcome:
+    mine = [e for e in events if e.unit == cell.unit]
+    failed = next((e for e in mine if e.kind in ("exit", "hang") and e.restart == restart), None)
+    back = next((e for e in mine if e.kind == "recovered" and e.restart > restart), None)
+    return Outcome(cell, RECOVERED, back.time - failed.time) if failed and back else Outcome(cell, ENDED)
+
+
+def render(rows: Sequence[Outcome]) -> str:
     """A Markdown table: a row a point, a column a way to fail."""
     lines = ["| role | point | killed | suspended | exception |", "| --- | --- | --- | --- | --- |"]
-    cells = {(o.process, o.point, o.action): o for o in rows}
-    for process, point in dict.fromkeys((o.process, o.point) for o in rows):
-        shown = [_show(cells[process, point, action]) for action in ACTIONS]
+    found = {row.cell: str(row) for row in rows}
+    for process, point in dict.fromkeys((row.cell.process, row.cell.point) for row in rows):
+        shown = [found.get(Cell(process, point, action), "") for action in ACTIONS]
         lines.append(f"| {process.rpartition('-')[0].split('-')[0]} | {point} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def check(root: Path, steps: int) -> list[str]:
-    """Promises of the run at `root` that were broken."""
-    fates: dict[str, int] = {}
-    cut = []
-    for record, _ in read(root / "rollouts" / "journal.bin"):
-        match record:
-            case GroupOpened():
-                fates[record.group_id] = 0
-            case BatchCut():
-                cut.append(record.step)
-                fates.update({group: fates[group] + 1 for group in record.group_ids})
-            case GroupsDropped():
-                fates.update({group: fates[group] + 1 for group in record.group_ids})
-    rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    trained = [row["step"] for row in rows if "loss" in row]
-    return [
-        *([f"batches {cut}, not 1 to {steps} once each"] if cut != list(range(1, steps + 1)) else []),
-        *([f"steps reported {trained}"] if trained != list(range(1, steps + 1)) else []),
-        *(f"group {group} has {count} fates" for group, count in fates.items() if count != 1),
-    ]
+def run(
+    launcher: str, out: Path, steps: int, cells: Iterable[Cell], model: Path, *overrides: str
+) -> tuple[int, list[Outcome], Path]:
+    """The exit code of a run in which the cells happen, what became of each, and where the run lies.
 
-
-def run(out: Path, steps: int) -> tuple[int, list[Outcome], Path]:
-    """The exit code of the run, a row for each cell, and where the run lies."""
-    faults, root = make_faults(), out / "chaos"
-    make_tiny_model(out / "model", seed=0, hidden_size=32, layers=2)
+    `launcher` is the module that starts it: `tools.forked`, or `prime_hpc.launch` for real engines.
+    """
+    faults, root = make_faults(cells), out / "chaos"
     environment = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-    command = [sys.executable, "-m", "prime_hpc.launch", *OVERRIDES, f"max_steps={steps}", "run.name=chaos",
-               f"model.path={out / 'model'}", f"run.output_dir={out}"]  # fmt: skip
+    command = [sys.executable, "-m", launcher, "+experiment=reverse_text_cpu", *OVERRIDES, *overrides,
+               f"max_steps={steps}", "run.name=chaos", f"model.path={model}", f"run.output_dir={out}"]  # fmt: skip
     code = subprocess.run(command, env=environment).returncode
-    return code, list(outcomes(read_events(root, 1), faults)), root
+    return code, list(outcomes(root, faults)), root
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
-    code, rows, root = run(arguments.out.absolute(), arguments.steps)
-    broken = check(root, arguments.steps)
-    print(render(rows))
-    print(*broken, sep="\n")
-    sys.exit(1 if code or broken else 0)
-
-
-def _cells(phases: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    for phase, moments in phases.items():
-        for moment in moments:
-            for action in ACTIONS:
-                yield f"{phase}.{moment}", action
-
-
-def _is_contained(process: str, point: str, action: str) -> bool:
-    """Whether an exception there fails one episode or one request, and is tried again without any restart."""
-    return action == "raise" and process.startswith(("env-", "inference-")) and point.startswith("sampling")
-
-
-def _show(outcome: Outcome) -> str:
-    return outcome.result if outcome.seconds is None else f"{outcome.seconds:.0f} s"
+    out = arguments.out.absolute()
+    make_tiny_model(out / "model", seed=0, hidden_size=32, layers=2)
+    code, rows, root = run("tools.forked", out, arguments.steps, all_cells(), out / "model", *FAKE_ENGINE)
+    broken = broken_promises(root, arguments.steps)
+    print(render(rows), "", account(root, arguments.steps), *broken, sep="\n")
+    sys.exit(1 if code or broken or any(row.result == NOT_REACHED for row in rows) else 0)
 
 
 if __name__ == "__main__":

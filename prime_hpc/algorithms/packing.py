@@ -8,7 +8,7 @@ import numpy as np
 
 from prime_hpc.algorithms.staleness import single_version
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, RoutedExperts, Sample
 
 Cost = Callable[[list[int]], float]
 """Work of one row that holds sequences of these lengths, in any unit."""
@@ -151,7 +151,8 @@ def _dummy(sample: Sample, max_tokens: int) -> MicroBatch:
 
 
 def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
-    """Concatenate samples, each cut to `max_tokens`; streams that only some have are filled with their meaning."""
+    """Concatenate samples, those of one adapter together and each cut to `max_tokens`; streams that only some have are
+    filled with their meaning."""
 
     def optional(name: str, fill: float) -> Array | None:
         return None if all(getattr(sample, name) is None for sample in samples) else filled(name, fill)
@@ -166,6 +167,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         parts = [getattr(sample, name).numpy()[:n] for sample, n in zip(samples, lengths, strict=True)]
         return Array.of(np.concatenate(parts), dtype)
 
+    samples = sorted(samples, key=lambda sample: sample.adapter)
     for sample in samples:
         _check_complete(sample)
     lengths = [min(len(sample.token_ids), max_tokens) for sample in samples]
@@ -179,11 +181,24 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         temperatures=Array.of(np.repeat([sample.temperature for sample in samples], lengths), "f4"),
         seq_lens=lengths,
         sources=[sample.source for sample in samples],
+        adapters=[sample.adapter for sample in samples] if any(s.adapter for s in samples) else [],
         rl_weights=optional("rl_weights", 1.0),
         ce_weights=optional("ce_weights", 0.0),
         ref_kl_weights=optional("ref_kl_weights", 0.0),
         ref_logprobs=optional("ref_logprobs", 0.0),
+        routed_experts=_join_routing(samples, lengths),
     )
+
+
+def _join_routing(samples: list[Sample], lengths: list[int]) -> RoutedExperts | None:
+    """The experts of all tokens, -1 for samples without a record; None where none has one."""
+    records = [sample.routed_experts for sample in samples]
+    shape = next(((record.layers, record.top_k) for record in records if record), None)
+    if shape is None:
+        return None
+    parts = [record.numpy()[:n] if record else np.full((n, *shape), -1, dtype=np.int16)
+             for record, n in zip(records, lengths, strict=True)]  # fmt: skip
+    return RoutedExperts.of(np.concatenate(parts))
 
 
 def _check_complete(sample: Sample) -> None:

@@ -3,8 +3,10 @@
 The variable holds a JSON list of `Fault`. Points are named `<phase>.before`, `<phase>.during` and `<phase>.after`.
 """
 
+import logging
 import os
 import signal
+import time
 from collections import Counter
 from typing import Literal
 
@@ -16,13 +18,22 @@ VARIABLE = "PRIME_HPC_FAULTS"
 
 
 class Fault(msgspec.Struct, kw_only=True):
-    """What happens to `process` when it reaches `point` for the `count`-th time since its `restart`-th start."""
+    """What happens to `process` when it reaches `point` for the `count`-th time since its `restart`-th start.
+
+    `sleep` holds the work up there for `seconds`.
+    """
 
     process: str
     point: str
-    action: Literal["SIGKILL", "SIGSTOP", "raise"]
+    action: Literal["SIGKILL", "SIGSTOP", "raise", "sleep"]
+    seconds: float = 0.0
     count: int = 1
     restart: int = 0
+
+    @property
+    def told(self) -> str:
+        """What the process logs before it happens."""
+        return f"a fault that was asked for at {self.point}: {self.action}"
 
 
 class Faults:
@@ -48,6 +59,10 @@ class Faults:
 
 
 def _act(fault: Fault) -> None:
+    logging.getLogger(fault.process).warning(fault.told)
     if fault.action == "raise":
         raise InfrastructureFailure(f"a fault that was asked for at {fault.point}")
+    if fault.action == "sleep":
+        time.sleep(fault.seconds)
+        return
     os.kill(os.getpid(), getattr(signal, fault.action))

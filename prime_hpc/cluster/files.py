@@ -2,10 +2,13 @@
 
 import json
 import os
+import time
 import uuid
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+POLL_S = 0.1
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -46,6 +49,19 @@ def read_json(path: Path) -> Any | None:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def appears(path: Path, timeout_s: float) -> bool:
+    """Whether `path`, of which another process has spoken, is there within `timeout_s` seconds.
+
+    A client of NFS or Lustre may see a new name later than the one that made it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while path.name not in list_fresh(path.parent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def list_fresh(directory: Path) -> list[str]:

@@ -1,5 +1,7 @@
 """The attempt's lease: a heartbeat of the supervisor that fences off processes of an older attempt."""
 
+import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,12 +10,18 @@ from prime_hpc.cluster.files import list_fresh, read_json, write_json
 from prime_hpc.errors import InfrastructureFailure
 
 FILE = "lease.json"
+EXIT_FENCED = 75
+"""Exit code of a process that left because its attempt lost the lease."""
 OWN_PAUSE = 0.5
 """A pause between two checks that is longer than this share of `lease_s` is one of the process that checks."""
 
 
 class LeaseKeeper:
-    """Held by the supervisor alone: renews the lease of its attempt until it is closed."""
+    """Held by the supervisor alone: renews the lease of its attempt until it is closed.
+
+    A supervisor whose node was given up may live on beside its successor. It ends at once when it sees the newer
+    attempt, without stopping or removing anything: marks, secrets and steps of that name are the successor's now.
+    """
 
     def __init__(self, directory: Path, attempt: int, lease_s: float):
         self._path = directory / FILE
@@ -28,11 +36,19 @@ class LeaseKeeper:
         self._closed.set()
         self._thread.join()
 
+    def held(self) -> bool:
+        """Whether no newer attempt has begun."""
+        return (read_json(self._path) or {}).get("attempt") == self._attempt
+
     def _run(self) -> None:
         while not self._closed.wait(self._period):
             self._renew()
 
     def _renew(self) -> None:
+        lease = read_json(self._path)
+        if lease and lease["attempt"] > self._attempt:
+            print(f"leaving: attempt {lease['attempt']} has taken over", file=sys.stderr, flush=True)
+            os._exit(EXIT_FENCED)
         write_json(self._path, {"attempt": self._attempt, "beat": time.time()})
 
 

@@ -35,6 +35,11 @@ class RunPaths:
         return self.root / "rendezvous"
 
     @property
+    def startup(self) -> Path:
+        """How long the newest attempt took to its first step."""
+        return self.rendezvous / "startup.json"
+
+    @property
     def exits(self) -> Path:
         return self.rendezvous / "exits"
 
@@ -60,7 +65,7 @@ class RunPaths:
 
     @property
     def journal(self) -> Path:
-        return self.rollouts / "journal.bin"
+        return self.rollouts / "journal"
 
     @property
     def job(self) -> Path:

@@ -23,7 +23,7 @@ from prime_hpc.cluster.checks.fabric import inspect_fabric
 from prime_hpc.cluster.checks.filesystem import PROBE_BYTES, inspect_room, inspect_speed
 from prime_hpc.cluster.checks.finding import Finding
 from prime_hpc.cluster.checks.gpus import inspect_gpus
-from prime_hpc.cluster.checks.meeting import Meeting, Report
+from prime_hpc.cluster.checks.meeting import Meeting, Report, node_name
 from prime_hpc.cluster.checks.network import inspect_ports
 
 
@@ -43,14 +43,19 @@ class Wanted:
     skew_s: float
     timeout_s: float
     probe_mib: int
+    quick: bool
 
 
 def inspect_node(wanted: Wanted, meeting: Meeting, node: int) -> list[Finding]:
     """Every check on this node, which is the `node`-th of the step, counted from 0."""
-    findings = [*meeting.attend(wanted.skew_s), inspect_gpus(wanted.gpus), _modules(wanted.modules),
-                inspect_room(wanted.folder, wanted.free_gib),
-                inspect_speed(wanted.folder, wanted.disk_gb_s, wanted.probe_mib * 2**20),
-                inspect_ports(wanted.ports), *map(inspect_model, wanted.models)]  # fmt: skip
+    if not wanted.folder.is_dir():
+        return [Finding("shared folder", False, f"no folder {wanted.folder}")]
+    findings = [*meeting.attend(wanted.skew_s), inspect_gpus(wanted.gpus, in_use=wanted.quick),
+                _modules(wanted.modules), inspect_room(wanted.folder, wanted.free_gib)]  # fmt: skip
+    if wanted.quick:
+        return findings
+    findings += [inspect_speed(wanted.folder, wanted.disk_gb_s, wanted.probe_mib * 2**20), inspect_ports(wanted.ports),
+                 *map(inspect_model, wanted.models)]  # fmt: skip
     if wanted.fabric_gb_s is not None and all(finding.fit for finding in findings):
         findings.append(inspect_fabric(meeting.folder, node, wanted.nodes, wanted.gpus, wanted.fabric_gb_s))
     return findings
@@ -109,9 +114,23 @@ def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
     parser.add_argument(
         "--probe-mib", type=int, default=PROBE_BYTES // 2**20, help="size of the file of the speed test"
     )
+    parser.add_argument("--quick", action="store_true", help="only what costs nothing, beside processes of a run")
     found = parser.parse_args(words)
-    return Wanted(found.folder, found.nodes, found.gpus, found.module, found.model, found.port, found.free_gib,
-                  found.disk_gb_s, found.fabric_gb_s, found.skew_s, found.timeout_s, found.probe_mib)  # fmt: skip
+    return Wanted(
+        folder=found.folder,
+        nodes=found.nodes,
+        gpus=found.gpus,
+        modules=found.module,
+        models=found.model,
+        ports=found.port,
+        free_gib=found.free_gib,
+        disk_gb_s=found.disk_gb_s,
+        fabric_gb_s=found.fabric_gb_s,
+        skew_s=found.skew_s,
+        timeout_s=found.timeout_s,
+        probe_mib=found.probe_mib,
+        quick=found.quick,
+    )
 
 
 def main(words: list[str] | None = None) -> int:
@@ -121,10 +140,13 @@ def main(words: list[str] | None = None) -> int:
     node = int(os.environ.get("SLURM_NODEID", 0))
     meeting = Meeting(wanted.folder / f".preflight_{step}", wanted.nodes, wanted.timeout_s)
     findings = inspect_node(wanted, meeting, node)
-    meeting.report(findings)
-    if node:
-        return 0 if all(finding.fit for finding in findings) else 1
-    reports = meeting.reports()
+    reports = [Report(node_name(), findings)]
+    if wanted.folder.is_dir():
+        meeting.report(findings)
+        if node:
+            return 0 if all(finding.fit for finding in findings) else 1
+        reports = meeting.reports()
+        meeting.end()
     Console(width=200).print(render(reports))
     print(verdict(reports, wanted.nodes), flush=True)
     return 0 if len(reports) == wanted.nodes and all(f.fit for r in reports for f in r.findings) else 1

@@ -17,22 +17,20 @@ from prime_hpc.cluster import secrets
 from prime_hpc.cluster.beats import Heart
 from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
-from prime_hpc.cluster.lease import LeaseReader
+from prime_hpc.cluster.lease import EXIT_FENCED, LeaseReader
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.patience import Patience
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
+from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 
 COMPLETE_MARK = "complete"
 DRAIN_MARK = "drain"
-STOPPING_MARK = "stopping"
 UNIT_VARIABLE = "PRIME_HPC_UNIT"
 """Tells a task under Slurm which unit it belongs to; SLURM_PROCID then says which of its processes it is."""
 LEAVE_GRACE_S = 10.0
-EXIT_FENCED = 75
-"""Exit code of a process that left because its attempt lost the lease."""
 EXIT_FINAL = 78
 """Exit code of a process that would fail again if it were started again."""
 RESTART_VARIABLE = "PRIME_HPC_RESTART"
@@ -84,7 +82,8 @@ class Role:
         """
 
         def handle(*_: object) -> None:
-            if self._leaving or STEP_VARIABLE not in os.environ or is_stopping(self.paths, os.environ[UNIT_VARIABLE]):
+            ours = self._leaving or STEP_VARIABLE not in os.environ
+            if ours or StoppingMarks(self.paths).stands(os.environ[UNIT_VARIABLE]):
                 leave()
             else:
                 self.log.warning("Slurm sent SIGTERM: at work until the supervisor says otherwise")
@@ -112,16 +111,6 @@ class Role:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LEAVE_GRACE_S)
         os._exit(code)
-
-
-def stopping_mark(unit: str) -> str:
-    """The mark of one unit that the supervisor is ending."""
-    return f"{STOPPING_MARK}.{unit}"
-
-
-def is_stopping(paths: RunPaths, unit: str) -> bool:
-    """Whether the supervisor is ending `unit`, or everything: a SIGTERM at another time comes from somebody else."""
-    return not {STOPPING_MARK, stopping_mark(unit)}.isdisjoint(list_fresh(paths.rendezvous))
 
 
 def main(run: Callable[[Role], None], *, server: bool) -> None:

@@ -20,11 +20,11 @@ def render_ledger(ledger: Ledger, advice: Advice | None) -> RenderableType:
 
 def _attempts(attempts: list[AttemptLedger]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("attempt", "queued", "ready after", "first step after", "worked", "ending"):
+    for column in ("attempt", "queued", "startup", "first step after", "worked", "ending"):
         table.add_column(column, overflow="fold")
     for attempt in attempts:
-        ready = ", ".join(f"{component} {seconds:.0f} s" for component, seconds in attempt.ready_s.items())
-        table.add_row(str(attempt.attempt), _seconds(attempt.queued_s), ready or "-", _seconds(attempt.first_step_s),
+        startup = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in attempt.startup_s.items())
+        table.add_row(str(attempt.attempt), _seconds(attempt.queued_s), startup or "-", _seconds(attempt.first_step_s),
                       _seconds(attempt.worked_s), attempt.ending)  # fmt: skip
     return table
 

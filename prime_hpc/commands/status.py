@@ -20,6 +20,7 @@ from rich.table import Table
 
 from prime_hpc.commands import cli
 from prime_hpc.commands.ledger import render_ledger
+from prime_hpc.launchers.startup import describe
 from prime_hpc.observe.advisor import advise
 from prime_hpc.observe.ledger import read_ledger
 from prime_hpc.observe.run_facts import read_run
@@ -74,7 +75,8 @@ def render(status: RunStatus) -> RenderableType:
         table.add_column(column, overflow="fold")
     for component in dict.fromkeys(p.component for p in status.processes):
         table.add_row(component, *_row([p for p in status.processes if p.component == component]))
-    return Group(_headline(status), "", table)
+    startup = [describe(status.startup_s)] if status.startup_s else []
+    return Group(_headline(status), *startup, "", table)
 
 
 def _headline(status: RunStatus) -> str:

@@ -15,20 +15,23 @@ from prime_hpc.config.loss import CustomLoss, ImportanceLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
-from prime_hpc.errors import ConfigProblem
+from prime_hpc.errors import ConfigProblem, nearest_name
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank."""
 ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
     by_mode = {
-        "rl": (_rollouts, _loss, _functions, _sources, _sampling, _engines),
+        "rl": (_rollouts, _loss, _functions, _sources, _adapters, _sampling, _engines),
         "sft": (_sft,),
         "serve": (_engines,),
     }
-    checks = [_model, _optimizer, *by_mode[config.mode], *((find_slurm_conflicts,) if config.launcher.on_slurm else ())]
+    slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
+    checks = [_model, _optimizer, _lora, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -75,10 +78,38 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
-    if optimizer.schedule == "linear" and not optimizer.warmup_steps + optimizer.decay_steps:
-        yield ConfigProblem("optimizer.decay_steps", 0, "warm-up or decay steps for the linear schedule")
+    if optimizer.schedule == "wsd" and not optimizer.decay_steps:
+        yield ConfigProblem("optimizer.decay_steps", 0, "steps of decay, since optimizer.schedule=wsd")
     if optimizer.min_lr > optimizer.lr:
         yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"at most optimizer.lr = {optimizer.lr}")
+
+
+def _lora(config: RunConfig) -> Iterator[ConfigProblem]:
+    lora = config.lora
+    if not lora.on:
+        return
+    if not lora.adapters or len(set(lora.adapters)) < len(lora.adapters):
+        yield ConfigProblem("lora.adapters", lora.adapters, "at least one name, and none twice")
+    if len(lora.adapters) > 1 and lora.serve == "merged":
+        yield ConfigProblem("lora.serve", "merged", "adapter, since weights can hold only one of several adapters")
+    if len(lora.adapters) > 1 and config.mode == "sft":
+        yield ConfigProblem("lora.adapters", lora.adapters, "one, since mode=sft has one stream of rows")
+    if lora.rank > max(VLLM_LORA_RANKS) and lora.served:
+        yield ConfigProblem("lora.rank", lora.rank, f"at most {max(VLLM_LORA_RANKS)}, or lora.serve=merged")
+    if config.trainer.router_bias_rate and lora.served:
+        yield ConfigProblem("trainer.router_bias_rate", config.trainer.router_bias_rate,
+                            "0, since the engines get adapters only; or lora.serve=merged")  # fmt: skip
+
+
+def _adapters(config: RunConfig) -> Iterator[ConfigProblem]:
+    for key, source in _all_sources(config):
+        if source.adapter is not None and source.adapter not in (config.lora.adapters if config.lora.on else []):
+            yield ConfigProblem(f"{key}.adapter", source.adapter, "a name of lora.adapters, with lora.rank above 0",
+                                nearest_name(source.adapter, config.lora.adapters))  # fmt: skip
+    if len(config.lora.served) > 1:
+        unused = {*config.lora.adapters} - {source_adapter(config, source) for source in config.env.train}
+        for adapter in sorted(unused):
+            yield ConfigProblem("lora.adapters", adapter, "an adapter that a training source names")
 
 
 def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -94,6 +125,9 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    if config.pause.max_s >= config.trainer.batch_timeout_s:
+        yield ConfigProblem("pause.max_s", config.pause.max_s,
+                            f"less than trainer.batch_timeout_s = {config.trainer.batch_timeout_s:.0f}")  # fmt: skip
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
@@ -211,6 +245,11 @@ def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
     """Credit assignment of a training source: its own, or the run's."""
     own = (s.algorithm for s in config.env.train if source_name(s) == source)
     return next(own, None) or config.algorithm
+
+
+def source_adapter(config: RunConfig, source: SourceConfig) -> str:
+    """The adapter that a source samples from; empty where the engines know one policy only."""
+    return (source.adapter or config.lora.adapters[0]) if config.lora.served else ""
 
 
 def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:

@@ -75,7 +75,7 @@ class ComponentConfig(AllocationConfig):
 @dataclass(kw_only=True)
 class ComponentsConfig:
     """What differs between components: the orchestrator with the environment workers, on one node without GPUs; the
-    engines; the trainer, whose keys describe the whole allocation of slurm_single; evaluation, where a run has it."""
+    engines; the trainer, whose keys describe the whole allocation of slurm_single."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
@@ -86,7 +86,7 @@ class ComponentsConfig:
     trainer: ComponentConfig = field(default_factory=ComponentConfig)
     """Trainer ranks."""
     evaluator: ComponentConfig = field(default_factory=ComponentConfig)
-    """Evaluation."""
+    """Nothing yet: evaluations run on the engines of the run. To be left out."""
 
 
 @dataclass(kw_only=True)

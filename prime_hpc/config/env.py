@@ -50,6 +50,8 @@ class SourceConfig:
     """Sampling parameters."""
     algorithm: AlgorithmConfig | None = None
     """Credit assignment of this training source; the run's when left out."""
+    adapter: str | None = None
+    """The adapter of `lora.adapters` that this source samples from and trains; the first when left out."""
 
 
 @dataclass(kw_only=True)
@@ -89,4 +91,4 @@ class EnvConfig:
     retries: NonNegative = 2
     """Times an episode that failed for no fault of its own (inference or infrastructure) is run again."""
     error_budget: Fraction = 0.5
-    """Share of environment errors among the last 100 episodes of a source past which the run stops and says why."""
+    """Share of environment errors among the last 100 episodes of a source past which it pauses."""

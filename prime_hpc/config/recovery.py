@@ -44,3 +44,13 @@ class RecoveryConfig:
     """A process that lives, but neither gets on with its work nor waits for anybody for this long, is treated alike."""
     full_disk_s: Seconds = 600.0
     """A write that finds the disk full is tried again for this long before it counts as failed."""
+
+
+@dataclass(kw_only=True)
+class PauseConfig:
+    """A source of tasks that is past `env.error_budget` pauses, and is tried again now and then."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    max_s: Seconds = 600.0
+    """A run in which a source has paused for so long saves and leaves."""

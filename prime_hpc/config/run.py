@@ -7,16 +7,17 @@ from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.inference import InferenceConfig
+from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
+from prime_hpc.config.optimizer import AdamW, OptimizerConfig
 from prime_hpc.config.orchestrator import OrchestratorConfig
-from prime_hpc.config.recovery import RecoveryConfig
+from prime_hpc.config.recovery import PauseConfig, RecoveryConfig
 from prime_hpc.config.sections import (
     FORBID_UNKNOWN,
     CheckpointConfig,
     LauncherConfig,
     ModelConfig,
     MonitorConfig,
-    OptimizerConfig,
     Positive,
     RunSection,
     UpdateConfig,
@@ -44,11 +45,13 @@ class RunConfig:
     """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Low-rank adapters."""
     algorithm: AlgorithmConfig = field(default_factory=GRPO)
     """Credit assignment."""
     loss: LossConfig = field(default_factory=DPPOLoss)
     """Policy-gradient loss."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamW)
     """Optimiser and schedule."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """Environments."""
@@ -68,5 +71,7 @@ class RunConfig:
     """Machines."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """What happens when a process dies or hangs."""
+    pause: PauseConfig = field(default_factory=PauseConfig)
+    """What happens when too many episodes fail in their environment."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""

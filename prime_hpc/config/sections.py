@@ -45,34 +45,6 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule."""
-
-    __pydantic_config__ = FORBID_UNKNOWN
-
-    name: Literal["adamw"] = "adamw"
-    """The optimiser."""
-    lr: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the two moments."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this global norm; null turns clipping off."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """constant; linear: decay over the last `decay_steps`; cosine: decay over all steps after the warm-up."""
-    warmup_steps: NonNegative = 0
-    """Steps of linear warm-up."""
-    decay_steps: NonNegative = 0
-    """Steps of decay at the end (schedule=linear)."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where the decay ends."""
-
-
-@dataclass(kw_only=True)
 class CheckpointConfig:
     """When checkpoints are written and which are kept. A checkpoint is complete or absent."""
 

@@ -43,6 +43,16 @@ class SFTConfig:
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """How the ranks divide model and batch; every degree that is left out follows from the others."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    dp_replicate: Positive = 1
+    """Copies of the sharded model (hybrid sharding), each on ranks / dp_replicate neighbouring ranks."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The trainer ranks."""
 
@@ -54,6 +64,8 @@ class TrainerConfig:
     """auto takes CUDA where there is a GPU."""
     share_gpu: bool | None = None
     """Put trainer ranks on the engines' GPUs; by default only where there are too few GPUs for both."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Division of model and batch among the ranks."""
     attn: Literal["auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen", "sdpa", "eager"] = (
         "auto"
     )
@@ -72,6 +84,8 @@ class TrainerConfig:
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Move of the routers' score-correction biases towards even load after a step; 0 leaves them as they are."""
+    router_replay: bool = False
+    """Compute every token by the experts that computed it when it was sampled; engines record and send them."""
     max_skipped_steps: NonNegative = 5
     """Steps skipped for a loss or gradient that is not finite, in a row, after which the run stops."""
     threads: Positive | None = None

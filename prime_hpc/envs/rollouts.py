@@ -12,7 +12,7 @@ from prime_hpc.algorithms.routing import Span, echo_weights
 from prime_hpc.envs.failures import failure_of_episode, last_call_error
 from prime_hpc.envs.stamps import token_versions
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RunRollout, Sample, Seat
+from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RoutedExperts, RunRollout, Sample, Seat
 from prime_hpc.transport.stamps import Stamp
 
 
@@ -60,6 +60,7 @@ def make_rollout(
                 rollout.seats.append(_seat(trace, len(samples)))
         for index, sample in enumerate(rollout.samples):
             sample.sample_id = f"{request.rollout_id}/{index}"
+            sample.adapter = request.adapter
     return rollout
 
 
@@ -116,6 +117,7 @@ def _sample(
     stream = np.full(len(sampled), NOT_SAMPLED, dtype=np.int64)
     if sampled.any():
         stream[sampled] = np.concatenate([versions[id(node)] for node in branch.nodes if node.sampled])
+    experts = branch.routed_experts
     mask = np.concatenate([np.asarray(node.mask, dtype=bool) & (id(node) not in trained) for node in branch.nodes])
     return Sample(
         sample_id="",
@@ -125,6 +127,7 @@ def _sample(
         logprobs=Array.of(branch.logprobs[:seq_len], "f4"),
         versions=Array.of(stream[:seq_len], "i8"),
         temperature=temperature,
+        routed_experts=None if experts is None else RoutedExperts.of(experts[:seq_len]),
     )
 
 

@@ -16,7 +16,7 @@ def run(role: Role) -> None:
 
     from prime_hpc.inference import adapter
 
-    server.run(role, lambda: adapter.start(args))
+    server.run(role, lambda: adapter.start(args, role.config.lora.served))
 
 
 if __name__ == "__main__":

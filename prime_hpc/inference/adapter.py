@@ -2,7 +2,7 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from vllm import exceptions as vllm_exceptions
 from vllm.engine.protocol import EngineClient
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -44,8 +45,10 @@ class VllmEngine:
 
     name = f"vllm {__version__}"
 
-    def __init__(self, client: EngineClient):
+    def __init__(self, client: EngineClient, adapters: Sequence[str]):
         self._client = client
+        # every adapter is loaded before it is asked for, so that a path is never read from here
+        self._adapters = {name: LoRARequest(name, number, lora_path=name) for number, name in enumerate(adapters, 1)}
         self._outputs = client.engine_core.outputs_queue
         self._receive = client.engine_core.get_output_async
         self._idle = asyncio.Event()
@@ -63,7 +66,8 @@ class VllmEngine:
         prompt = tokens_input(request.token_ids, cache_salt=salt)
         try:
             params = sampling_params(request.sampling_params)
-            async for output in self._client.generate(prompt, params, request_id, priority=request.priority):
+            async for output in self._client.generate(prompt, params, request_id, priority=request.priority,
+                                                      lora_request=self._adapters.get(request.model)):  # fmt: skip
                 yield to_piece(output.outputs[0])
         except Refusal as error:
             raise ValueError(str(error)) from error
@@ -105,14 +109,14 @@ class VllmEngine:
 
 
 @asynccontextmanager
-async def start(args: Namespace) -> AsyncIterator[tuple[VllmEngine, FastAPI]]:
-    """A loaded engine and vLLM's own HTTP application; its processes end with the context."""
+async def start(args: Namespace, adapters: Sequence[str]) -> AsyncIterator[tuple[VllmEngine, FastAPI]]:
+    """A loaded engine, with places for `adapters`, and vLLM's own application; its processes end with the context."""
     async with build_async_engine_client(args) as client:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
         with without_decisions():
             await init_app_state(client, app.state, args, tasks)
-        yield VllmEngine(client), app
+        yield VllmEngine(client, adapters), app
 
 
 @contextmanager
@@ -152,7 +156,7 @@ def to_piece(output: CompletionOutput) -> Piece:
     """One delta of vLLM; it holds several tokens where the consumer was late."""
     token_ids = list(output.token_ids)
     logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)]
-    return Piece(token_ids, logprobs, output.finish_reason, weight_versions(output))
+    return Piece(token_ids, logprobs, output.finish_reason, weight_versions(output), output.routed_experts)
 
 
 def weight_versions(output: CompletionOutput) -> list[Span] | None:

@@ -6,6 +6,8 @@ from argparse import Namespace
 from typing import Any, NoReturn
 
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.checks import VLLM_LORA_RANKS
+from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 
@@ -52,7 +54,18 @@ def arguments(role: Role) -> dict[str, Any]:
         defaults |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
     else:
         defaults |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-    return defaults | config.inference.vllm
+    if config.trainer.router_replay:
+        defaults["enable_return_routed_experts"] = True
+    return defaults | _lora_arguments(config.lora) | config.inference.vllm
+
+
+def _lora_arguments(lora: LoRAConfig) -> dict[str, Any]:
+    """Room for all adapters at once, so that none is ever evicted and read again from a version that is gone."""
+    if not lora.served:
+        return {}
+    places = len(lora.served)
+    rank = next(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank)
+    return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
 
 
 def shares_gpu_with_trainer(plan: RunPlan, engine: ProcessPlan) -> bool:

@@ -3,11 +3,12 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from prime_hpc import errors
 from prime_hpc.cluster.files import read_json
@@ -25,6 +26,8 @@ from prime_hpc.inference.stamps import SpanTracker, StampLog
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import Span, Stamp, checksum
 
+ROUTED_FROM = "routed_experts_prompt_start"
+"""vLLM's parameter of a request: the first token of the prompt whose experts are wanted."""
 UNFINISHED = (None, "abort", "error")
 """Ends of a request that say nothing about the policy."""
 
@@ -36,6 +39,8 @@ class Piece(NamedTuple):
     logprobs: list[float]
     finish_reason: str | None
     weight_versions: list[Span] | None
+    routed_experts: np.ndarray | None = None
+    """With the last piece: experts of all tokens, prompt and reply, [n, layers, top_k]; see `Completion`."""
 
 
 class TokenEngine(Protocol):
@@ -76,14 +81,15 @@ class PolicyEngine:
     """Serves one policy version at a time. While paused, new requests wait here and running ones in the engine."""
 
     def __init__(self, engine: TokenEngine, *, version: PolicyVersion, model: str, process: str, acks: Path,
-                 stamps: StampLog, reach: Callable[[str], None] = lambda _: None):  # fmt: skip
+                 stamps: StampLog, adapters: Sequence[str] = (),
+                 reach: Callable[[str], None] = lambda _: None):  # fmt: skip
         self.stamps = stamps
         self._reach = reach
         self.failure: InferenceFailure | None = None
         """Why this engine must not serve any more."""
         self._engine = engine
         self._version = str(version)
-        self._model = model
+        self._models = (model, *adapters)
         self._process = process
         self._acks = acks
         self._paused = False
@@ -106,8 +112,9 @@ class PolicyEngine:
             ValueError: the request is not one that this engine can serve.
             InferenceFailure: the engine gave up the request.
         """
-        if request.model not in (None, self._model):
-            raise ValueError(f"model {request.model!r} is not served here, {self._model!r} is")
+        if request.model not in (None, *self._models):
+            served = ", ".join(map(repr, self._models))
+            raise ValueError(f"model {request.model!r} is not served here: expected one of {served}")
         self._running += 1
         try:
             await self._open.wait()
@@ -119,7 +126,7 @@ class PolicyEngine:
         return completion
 
     async def _sample(self, request: GenerateRequest, request_id: str) -> Completion:
-        tracker, token_ids, logprobs, finish, theirs = SpanTracker(), [], [], None, None
+        tracker, token_ids, logprobs, finish, theirs, experts = SpanTracker(), [], [], None, None, None
         salt = f"{self._version}:{request.cache_salt or ''}"  # no version reuses the KV blocks of another
         self._reach("sampling.before")
         # nothing else may be awaited in this loop: `TokenEngine.pause` promises that tokens have been stamped
@@ -128,12 +135,13 @@ class PolicyEngine:
             self._reach("sampling.during")
             token_ids += piece.token_ids
             logprobs += piece.logprobs
-            finish, theirs = piece.finish_reason, piece.weight_versions
+            finish, theirs, experts = piece.finish_reason, piece.weight_versions, piece.routed_experts
         self._reach("sampling.after")
         if finish in UNFINISHED:
             raise InferenceFailure(f"the engine ended the request with {finish!r} after {len(token_ids)} tokens")
         return Completion(request_id=request_id, token_ids=token_ids, logprobs=logprobs, finish_reason=finish,
-                          spans=tracker.spans, weight_versions=theirs)  # fmt: skip
+                          spans=tracker.spans, weight_versions=theirs, routed_experts=experts,
+                          routed_from=request.sampling_params.get(ROUTED_FROM, 0))  # fmt: skip
 
     async def pause(self, request: PauseRequest) -> EngineState:
         """Stop sampling. Requests stay; with `recompute` their KV cache does not."""

@@ -7,6 +7,7 @@ import hmac
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from prime_hpc.errors import CorruptData
 from prime_hpc.transport.stamps import Span, Stamp
@@ -34,7 +35,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 class Completion(msgspec.Struct, kw_only=True):
     """Token ids out, with the log-probability of each and the spans of policy versions that sampled them.
 
-    `weight_versions` are the engine's own spans, where it keeps any.
+    `weight_versions` are the engine's own spans, where it keeps any. `routed_experts` are the experts of every token,
+    prompt and reply, from token `routed_from` on: [n, layers, top_k], the last token left out by some engines.
     """
 
     request_id: str
@@ -43,6 +45,8 @@ class Completion(msgspec.Struct, kw_only=True):
     finish_reason: str
     spans: list[Span]
     weight_versions: list[Span] | None = None
+    routed_experts: np.ndarray | None = None
+    routed_from: int = 0
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):
@@ -101,7 +105,15 @@ def encode_completion(completion: Completion) -> bytes:
               "logprobs": {"content": content}}  # fmt: skip
     if completion.weight_versions is not None:
         choice["weight_versions"] = completion.weight_versions
+    if completion.routed_experts is not None:
+        choice["routed_experts"] = _encode_experts(completion.routed_experts, completion.routed_from)
     return msgspec.json.encode({"request_id": completion.request_id, "choices": [choice]})
+
+
+def _encode_experts(experts: np.ndarray, start: int) -> dict[str, Any]:
+    """`data` comes first, as `renderers` looks for it in the bytes of the answer."""
+    narrow = experts.astype("u1" if experts.max(initial=0) < 256 else "<u2")
+    return {"data": narrow.tobytes(), "shape": list(experts.shape), "start": start, "dtype": narrow.dtype.name}
 
 
 def encode_stamps(stamps: list[Stamp]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from prime_hpc.cluster.files import write_atomic
+from prime_hpc.cluster.files import appears, write_atomic
 from prime_hpc.errors import CorruptData
 from prime_hpc.inference.protocol import WorkerAck
 from prime_hpc.transport.weights import WeightsManifest, verify
@@ -19,6 +19,8 @@ Answer = dict[str, Any]
 Shapes = dict[str, list[int]]
 """Shapes of tensors by name."""
 HEADER_LENGTH_BYTES = 8
+LATE_S = 10.0
+"""A version that was announced is waited for so long."""
 
 
 def answers_errors(method: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -35,11 +37,12 @@ def answers_errors(method: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def check(directory: Path, version: str) -> WeightsManifest:
-    """The manifest of `directory`, every file of which matches it.
+    """The manifest of `directory`, which may show late, and every file of which matches it.
 
     Raises:
-        CorruptData: a file does not match, or the directory holds another version.
+        CorruptData: a file does not match, or the directory holds another version or is not there.
     """
+    appears(directory, LATE_S)
     manifest = verify(directory)
     if manifest.version != version:
         raise CorruptData(f"{directory} holds version {manifest.version}, not {version}")

@@ -60,7 +60,8 @@ async def serve(role: Role, start: Start, listener: socket.socket) -> None:
     async with start() as (engine, below):
         policy = PolicyEngine(engine, version=initial_version(role), model=role.config.model.served_name,
                               process=role.process.name, acks=role.paths.acks,
-                              stamps=StampLog(role.config.inference.stamps_kept), reach=role.reach)  # fmt: skip
+                              stamps=StampLog(role.config.inference.stamps_kept), adapters=role.config.lora.served,
+                              reach=role.reach)  # fmt: skip
         await policy.start()
         server = Server(uvicorn.Config(application(policy, below, role.secrets.token), log_level=logging.WARNING,
                                        access_log=False, timeout_keep_alive=KEEP_ALIVE_S,

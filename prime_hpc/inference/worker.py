@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check, check_complete
+from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check, check_complete, read_shapes
 
 
 class WeightReceiver:
@@ -23,7 +24,8 @@ class WeightReceiver:
     def prime_hpc_verify(self, directory: str, version: str) -> Answer:
         """Check the files of `directory` against its manifest; nothing of the model is touched."""
         manifest = check(Path(directory), version)
-        check_complete(Path(directory), manifest, Path(self.model_config.model))
+        if self.vllm_config.lora_config is None:
+            check_complete(Path(directory), manifest, Path(self.model_config.model))
         self._prime_hpc_manifest = manifest
         return {"digest": manifest.digest}
 
@@ -32,10 +34,22 @@ class WeightReceiver:
         """Load the verified `directory` and write this rank's acknowledgement under `acks`."""
         begin = time.monotonic()
         manifest = self._prime_hpc_manifest
-        n_tensors = reload_model(self.get_model(), self.vllm_config, [Path(directory) / f for f in manifest.files])
+        files = [Path(directory) / name for name in sorted(manifest.files)]
+        if self.vllm_config.lora_config is None:
+            n_tensors = reload_model(self.get_model(), self.vllm_config, files)
+        else:
+            n_tensors = self._prime_hpc_reload_adapters(files)
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         return acknowledge(Path(acks), process, rank, manifest, begin=begin, n_tensors=n_tensors)
+
+    def _prime_hpc_reload_adapters(self, files: list[Path]) -> int:
+        """Replace adapters by those in the folders of `files`. Each keeps its number, hence requests that run go on
+        with the new one."""
+        for number, file in enumerate(files, 1):
+            self.remove_lora(number)
+            self.add_lora(LoRARequest(file.parent.name, number, lora_path=str(file.parent)))
+        return sum(len(read_shapes(file)) for file in files)
 
 
 def reload_model(model: torch.nn.Module, vllm_config: VllmConfig, files: list[Path]) -> int:

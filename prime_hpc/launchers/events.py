@@ -10,7 +10,7 @@ from prime_hpc.observe.events import Event
 
 
 class EventLog:
-    """The one writer of a run's events: start, ready, exit, hang, restart, recovered, degrade, drain, and its end."""
+    """The one writer of a run's events: start, exit, hang, restart, recovered, degrade, drain, and how it ended."""
 
     def __init__(self, path: Path, attempt: int):
         self._file = path.open("ab", buffering=0)

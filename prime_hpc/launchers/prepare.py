@@ -13,7 +13,8 @@ from prime_hpc.cluster.beats import FOLDER
 from prime_hpc.cluster.files import list_fresh, write_atomic, write_json
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK, STOPPING_MARK
+from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
+from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.cluster.striping import spread
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
@@ -27,9 +28,10 @@ from prime_hpc.transport.weights import published_versions
 WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon "
          "larch lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed sierra slate "
          "tundra umber willow zephyr").split()  # fmt: skip
-RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "monitor", "checkpoint", "env.eval",
-             "env.workers", "env.rollouts_per_worker", "inference", "update", "trainer.ranks", "trainer.threads",
-             "trainer.share_gpu", "trainer.env", "orchestrator.max_inflight",
+RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "checkpoint",
+             "env.eval", "env.workers", "env.rollouts_per_worker", "env.error_budget", "inference", "update",
+             "trainer.ranks", "trainer.threads", "trainer.parallel", "trainer.share_gpu", "trainer.env",
+             "orchestrator.max_inflight",
              "orchestrator.progress_every_s")  # fmt: skip
 """Keys (and everything below them) that may change when a run is resumed."""
 
@@ -82,8 +84,9 @@ class RunStart:
         for directory in (paths.logs(self.plan.attempt), paths.rendezvous, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
         for name in list_fresh(paths.rendezvous):
-            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK) or name.startswith(STOPPING_MARK):
+            if name.endswith(".json") or name in (COMPLETE_MARK, DRAIN_MARK):
                 (paths.rendezvous / name).unlink()
+        StoppingMarks(paths).clear()
         # weights too: the first version is published anew, and nobody may read an old one of that name meanwhile
         for directory in (paths.acks, paths.exits, paths.rendezvous / FOLDER, paths.control, paths.batches,
                           paths.weights):  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from prime_hpc.cluster import control
 from prime_hpc.cluster.files import list_fresh, read_json
+from prime_hpc.cluster.lease import EXIT_FENCED
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK, EXIT_FINAL
 from prime_hpc.config.recovery import FailurePolicy
@@ -30,7 +31,8 @@ DUMP_S = 1.0
 SAME_FAILURES = 3
 """So many failures of a unit in a row with the same words and no step between them end the run."""
 
-EVENT_OF_END = {"complete": "complete", "drained": "complete", "stopped": "interrupted", "failed": "stop"}
+EVENT_OF_END = {"complete": "complete", "drained": "complete", "stopped": "interrupted", "failed": "stop",
+                "fenced": "interrupted"}  # fmt: skip
 """How each kind of `Ending` is taken down."""
 
 
@@ -62,11 +64,15 @@ class Starter(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a unit failed: the process that failed first, its exit code (None: it hangs) and the reason in words."""
+    """Why a unit failed: the process that failed first, its exit code (None: it runs) and the reason in words.
+
+    `kind` is how it was found, as the events call it: it left (exit), hangs (hang), or another wants it anew (asked).
+    """
 
     process: str
     exit_code: int | None
     reason: str
+    kind: str = "exit"
 
 
 @dataclass
@@ -88,7 +94,8 @@ class _State:
 class Ending:
     """How the attempt ended. `failure` is what ended it; `words` say more, e.g. the end of that process's log.
 
-    `goes_on`: the run was drained not by a person but since its job has to end.
+    `goes_on`: the run was drained not by a person but since its job has to end. `fenced`: the units lost the lease that
+    another job holds.
     """
 
     kind: str
@@ -140,7 +147,8 @@ class Supervisor:
         for request in self._requests():
             if request.action == "stop":
                 return Ending("stopped", words=f"{request.by} asked: {request.why}")
-            self._obey(request)
+            if ending := self._obey(request):
+                return ending
         for state in self._states:
             failure = self._find_failure(state)
             ending = self._handle(state, failure) if failure else None
@@ -168,17 +176,20 @@ class Supervisor:
             return Ending("complete")
         return Ending("drained", words=f"{self._drain.by} asked: {self._drain.why}", goes_on=self._drain.goes_on)
 
-    def _obey(self, request: control.Request) -> None:
+    def _obey(self, request: control.Request) -> Ending | None:
+        """Drain the run, or start a unit again, which counts like a failure of it: what is asked for has to end too."""
         if request.action == "drain":
             if self._drain is None:
                 self._drain = request
                 self._events.add("drain", request.why)
                 self._view.say(f"draining, as {request.by} asked: {request.why}")
                 (self._paths.rendezvous / DRAIN_MARK).touch()
-            return
-        for state in self._states:
-            if state.unit.name == request.unit and state.running:
-                self._restart(state, Failure(request.unit, None, f"{request.by} asked: {request.why}"))
+            return None
+        state = next((s for s in self._states if s.unit.name == request.unit and s.running), None)
+        if state is None:
+            return None
+        why = f"{request.by} asked: {request.why}"
+        return self._handle(state, Failure(state.unit.processes[0].name, None, why, "asked"))
 
     def _find_failure(self, state: _State) -> Failure | None:
         """What is wrong with a running unit, if anything."""
@@ -197,16 +208,19 @@ class Supervisor:
             if hang:
                 state.running.dump(process.name)
                 time.sleep(DUMP_S)
-                return Failure(process.name, None, hang)
+                return Failure(process.name, None, hang, "hang")
         return None
 
     def _handle(self, state: _State, failure: Failure) -> Ending | None:
         """Take a failure down and do what the policy says; returns an ending where the run cannot go on."""
         unit, policy = state.unit, self._policy(state)
-        self._events.add("exit" if failure.exit_code is not None else "hang", failure.reason, unit=unit.name,
-                         process=failure.process, exit_code=failure.exit_code, restart=state.restarts)  # fmt: skip
-        self._view.say(f"{failure.process} failed: {failure.reason}")
+        self._events.add(failure.kind, failure.reason, unit=unit.name, process=failure.process,
+                         exit_code=failure.exit_code, restart=state.restarts)  # fmt: skip
+        self._view.say(f"{failure.process} {'is wanted anew' if failure.kind == 'asked' else 'failed'}: "
+                       f"{failure.reason}")  # fmt: skip
         words = state.running.last_words(failure.process)
+        if failure.exit_code == EXIT_FENCED and not self._leads:
+            return Ending("fenced", failure, words)
         if failure.exit_code == EXIT_FINAL or policy.on_failure == "stop" or self._comes_back(state, failure):
             return Ending("failed", failure, words)
         if policy.on_failure == "restart" and self._budget_left(state, policy):
@@ -251,8 +265,8 @@ class Supervisor:
             self._start(state)
         elif state.running and not state.ready and self._at_work(state.unit):
             state.ready = True
-            kind, words = ("recovered", "at work again") if state.restarts else ("ready", "at work")
-            self._events.add(kind, words, unit=state.unit.name, restart=state.restarts)
+            if state.restarts:
+                self._events.add("recovered", "at work again", unit=state.unit.name, restart=state.restarts)
 
     def _start(self, state: _State) -> None:
         state.ready = False

@@ -111,7 +111,7 @@ def _name(index: int, varied: list[str]) -> str:
     words = []
     for override in varied:
         key, _, value = override.partition("=")
-        words.append(NAME.sub("-", f"{key.rpartition('.')[2]}-{value}").strip("-"))
+        words.append(NAME.sub("-", f"{key.rpartition('.')[2]}={value}").strip("-"))
     return "_".join([str(index), *words])[:LONGEST_NAME]
 
 

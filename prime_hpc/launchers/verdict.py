@@ -1,5 +1,6 @@
 """How an attempt ended, for people and for the shell."""
 
+from prime_hpc.cluster.lease import EXIT_FENCED
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.launchers.supervisor import Ending
 from prime_hpc.launchers.view import View
@@ -19,7 +20,10 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
         case "stopped":
             view.say(f"stopped, as {ending.words}")
             return EXIT_INTERRUPTED
+        case "fenced":
+            view.say("the main job is gone; its next start is waited for")
+            return EXIT_FENCED
     failure = ending.failure
-    code = "it hung" if failure.exit_code is None else f"exit code {failure.exit_code}"
-    view.say(f"{failure.process} failed first ({code}); {ending.words}")
+    how = {"hang": "it hung", "asked": failure.reason}.get(failure.kind, f"exit code {failure.exit_code}")
+    view.say(f"{failure.process} failed first ({how}); {ending.words}")
     return 1

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 MODULES = {
     "glm4_moe": "prime_hpc.models.glm4_moe",
     "llama": "prime_hpc.models.llama",
+    "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
+EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
+"""Any of these in a configuration makes it a mixture of experts."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -53,13 +56,27 @@ def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
     return "hf" if config.trainer.attn == "eager" or find_obstacle(hf_config) else "native"
 
 
+def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[ConfigProblem]:
+    problems = []
+    if config.trainer.router_replay:
+        expected = f"false, since only native models can replay, and {why}"
+        problems.append(ConfigProblem("trainer.router_replay", True, expected))
+    if config.lora.on and "experts" in config.lora.targets and EXPERT_KEYS & hf_config.keys():
+        expected = f"targets without experts, whose adapters need a native model, and {why}"
+        problems.append(ConfigProblem("lora.targets", config.lora.targets, expected))
+    return problems
+
+
 def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Why `model.impl=native` cannot run, if it cannot. A directory without a model is another check's problem."""
-    if config.model.impl != "native":
-        return []
+    """Why `model.impl=native` cannot run, or what it alone can do is asked of another. A directory without a model is
+    another check's problem."""
     hf_config = read_json(Path(config.model.path) / "config.json")
     obstacle = find_obstacle(hf_config) if hf_config else None
     problems = []
+    if hf_config and choose_implementation(config, hf_config) == "hf":
+        problems += _native_only(config, hf_config, obstacle or "model.impl or trainer.attn ask for transformers")
+    if config.model.impl != "native":
+        return problems
     if obstacle:
         problems.append(ConfigProblem("model.impl", "native", f"auto or hf for this model, since {obstacle}"))
     if config.trainer.attn == "eager":

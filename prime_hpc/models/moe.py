@@ -91,8 +91,12 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[m, hidden] to [m, hidden]; `counts` int64[experts] are the rows of each expert."""
-        gate, up = (grouped_matmul(rows, weight, counts) for weight in (self.gate_proj, self.up_proj))
-        return grouped_matmul(silu(gate) * up, self.down_proj, counts)
+        gate, up = (self.multiply(matrix, rows, counts) for matrix in ("gate_proj", "up_proj"))
+        return self.multiply("down_proj", silu(gate) * up, counts)
+
+    def multiply(self, matrix: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Every row times its expert's `matrix`, by name: what adapters add to."""
+        return grouped_matmul(rows, getattr(self, matrix), counts)
 
 
 class MixtureOfExperts(nn.Module):

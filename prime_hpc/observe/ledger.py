@@ -29,13 +29,13 @@ class Recovery(msgspec.Struct, frozen=True):
 class AttemptLedger(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run; seconds, None for what did not happen.
 
-    `queued_s` lies between submission and start, `ready_s` between the start and the readiness of all units of a
-    component, `first_step_s` between the start and the first step.
+    `queued_s` lies between submission and start; `startup_s` are the milestones up to the first step, by name, which
+    only the newest attempt still has.
     """
 
     attempt: int
     queued_s: float | None
-    ready_s: dict[str, float]
+    startup_s: dict[str, float]
     first_step_s: float | None
     worked_s: float
     ending: str
@@ -72,11 +72,14 @@ def read_ledger(run_dir: Path, now: float) -> Ledger:
     """The ledger of the run in `run_dir` at epoch second `now`. The shape of the run is that of its newest attempt."""
     paths = RunPaths(run_dir)
     plan, rows, job = run_plan.load(paths.plan), read_metrics(paths.metrics), read_json(paths.job) or {}
+    startup = {plan.attempt: read_json(paths.startup) or {}}
     steps = [row for row in rows.values() if "loss" in row]
     attempts = [(attempt, read_events(run_dir, attempt)) for attempt in list_attempts(paths)]
     return Ledger(
         run=plan.name,
-        attempts=[_attempt(number, events, steps, job, now) for number, events in attempts if events],
+        attempts=[
+            _attempt(number, events, steps, startup.get(number, {}), now) for number, events in attempts if events
+        ],
         idle={name.partition("/")[2]: value for name in IDLE if (value := _last(rows, name)) is not None},
         nodes=plan.nodes,
         gpus=plan.held_gpus,
@@ -84,30 +87,19 @@ def read_ledger(run_dir: Path, now: float) -> Ledger:
     )
 
 
-def _attempt(number: int, events: list[Event], steps: list[Row], job: dict, now: float) -> AttemptLedger:
+def _attempt(number: int, events: list[Event], steps: list[Row], startup: dict, now: float) -> AttemptLedger:
     began, ending = events[0].time, next((event for event in events if event.ends_attempt), None)
-    submitted = job.get("time") if job.get("attempt") == number else None
     ended = ending.time if ending else max(now, events[-1].time)
     first = min((row["time"] for row in steps if began <= row["time"] <= ended), default=None)
     return AttemptLedger(
         attempt=number,
-        queued_s=began - submitted if submitted else None,
-        ready_s=_ready(events, began),
+        queued_s=startup.get("queued_s"),
+        startup_s=startup.get("seconds", {}),
         first_step_s=first - began if first else None,
         worked_s=ended - began,
         ending=f"{ending.kind}: {ending.reason}" if ending else "at work, or ended without a word",
         recoveries=_recoveries(events),
     )
-
-
-def _ready(events: list[Event], began: float) -> dict[str, float]:
-    """Seconds from the start until the last unit of each component was ready."""
-    ready: dict[str, float] = {}
-    for event in events:
-        if event.kind == "ready" and event.unit:
-            component = event.unit.partition("-")[0]
-            ready[component] = max(ready.get(component, 0.0), event.time - began)
-    return ready
 
 
 def _recoveries(events: list[Event]) -> list[Recovery]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from prime_hpc.cluster.files import read_json
 from prime_hpc.observe.run_facts import RunFacts
 
 REWARD = "train/all/reward"
@@ -32,7 +33,10 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet."""
+    """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
+
+    `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
+    """
 
     run: str
     attempt: int
@@ -43,6 +47,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     reward: float | None
     trained_tokens_per_s: float | None
     sampled_tokens_per_s: float | None
+    startup_s: dict[str, float]
     processes: list[ProcessStatus]
 
 
@@ -59,6 +64,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         reward=_newest(facts.steps, REWARD),
         trained_tokens_per_s=row.get(TRAINED),
         sampled_tokens_per_s=row.get(SAMPLED),
+        startup_s=(read_json(facts.paths.startup) or {}).get("seconds", {}) if facts.newest else {},
         processes=[_process(name, facts) for name in facts.processes],
     )
 

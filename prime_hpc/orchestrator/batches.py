@@ -157,6 +157,9 @@ class BatchShelf:
         async with self._changed:
             self._changed.notify_all()
 
+    def holds(self, step: int) -> bool:
+        return step in self._batches
+
     async def answer(self, request: BatchRequest) -> RankBatch:
         """The asked batch as the rank sees it, once it exists; an empty one past the last step."""
         self._forget(request.checkpointed)

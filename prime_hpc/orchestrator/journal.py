@@ -1,29 +1,32 @@
 """The orchestrator's append-only journal: what was drawn, what finished, what went into which batch.
 
-A record is framed by its length and CRC32; a tail cut by a crash is dropped at the next opening. Replaying the journal
-up to the offset in a checkpoint's manifest rebuilds the scheduler: groups that are ready, groups with rollouts missing
-(their task keeps its id), and how many tasks each source has drawn.
+Replaying it rebuilds the scheduler: groups that are ready, groups with rollouts missing (their task keeps its id), and
+how many tasks each source has drawn. A new segment begins with every start of the orchestrator, so that what one that
+was fenced off still writes reaches nobody, and at every complete checkpoint. Its first record is the state that all
+before it have left. A segment goes once no checkpoint that is kept needs it.
 """
 
 import os
-import struct
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from prime_hpc.cluster.files import append
 from prime_hpc.cluster.patience import Patience
 from prime_hpc.cluster.role import Role
-from prime_hpc.errors import CorruptData, SchemaMismatch
+from prime_hpc.errors import CorruptData
+from prime_hpc.orchestrator.segments import Segment, begin_segment, find_segments, frame, read_segments
 from prime_hpc.transport.checkpoints import CheckpointManifest
-from prime_hpc.transport.messages import SCHEMA_VERSION, PolicyVersion, RolloutDone
+from prime_hpc.transport.messages import PolicyVersion, RolloutDone
 
-MAGIC = b"prime_hpc journal %d\n" % SCHEMA_VERSION
-_FRAME = struct.Struct("<II")
+T = TypeVar("T")
+
+TRAINED = "trained"
+"""The fate of a group that went into a batch; others are reasons for dropping it."""
 
 
 class GroupOpened(msgspec.Struct, tag=True, kw_only=True):
@@ -67,27 +70,14 @@ class GroupsDropped(msgspec.Struct, tag=True, kw_only=True):
     reason: str
 
 
-class AttemptStarted(msgspec.Struct, tag=True, kw_only=True):
-    """An attempt of the run opened the journal for the first time."""
-
-    attempt: int
-
-
-Record = GroupOpened | RolloutFinished | BatchCut | GroupsDropped | AttemptStarted
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
-
-
-@dataclass
-class RecordedGroup:
+class RecordedGroup(msgspec.Struct, kw_only=True):
     """A group as the journal tells it."""
 
     opened: GroupOpened
-    done: list[RolloutDone] = field(default_factory=list)
+    done: list[RolloutDone] = []
 
 
-@dataclass
-class RecordedBatch:
+class RecordedBatch(msgspec.Struct, kw_only=True):
     """A batch as the journal tells it; `offset` is where the journal goes on behind it, `before` the memory that it was
     made with."""
 
@@ -97,150 +87,198 @@ class RecordedBatch:
     before: Memory
 
 
-@dataclass
-class JournalState:
-    """What a replay found: groups not yet in a batch, draws of each source, and every batch with its groups."""
+class JournalState(msgspec.Struct, tag=True, kw_only=True):
+    """What all records up to a point come to; the first record of every segment is one.
 
-    groups: dict[str, RecordedGroup] = field(default_factory=dict)
-    draws: dict[str, int] = field(default_factory=dict)
-    batches: dict[int, RecordedBatch] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Group id -> reason."""
+    `groups` are in no batch yet; `batches` are those behind step `covered`, of which a checkpoint was complete.
+    """
+
+    covered: int = 0
+    groups: dict[str, RecordedGroup] = {}
+    batches: dict[int, RecordedBatch] = {}
+    draws: dict[str, int] = {}
+    """Groups that were ever opened, by source."""
+    fates: dict[str, int] = {}
+    """What became of those that are no longer among `groups`: how many were trained, or dropped for which reason."""
     step: int = 0
-    attempt: int = 0
-    memory: Memory = field(default_factory=Memory)
+    attempt: int = 1
+    memory: Memory = msgspec.field(default_factory=Memory)
     """As of the last batch."""
-    drawn: list[str] = field(default_factory=list)
+    drawn: list[str] = []
     """Sources of the groups that were opened since."""
 
-    def apply(self, record: Record, offset: int) -> None:
+    def apply(self, record: "Record", offset: int) -> None:
         """Take in the record that ends at `offset`."""
         match record:
             case GroupOpened():
-                self.groups[record.group_id] = RecordedGroup(record)
+                self.groups[record.group_id] = RecordedGroup(opened=record)
                 self.draws[record.source] = max(self.draws.get(record.source, 0), record.draw + 1)
                 self.drawn.append(record.source)
             case RolloutFinished():
                 if record.group_id in self.groups:
                     self.groups[record.group_id].done.append(record.done)
             case BatchCut():
-                groups = [self.groups.pop(group_id) for group_id in record.group_ids]
-                self.batches[record.step] = RecordedBatch(record, groups, offset, self.memory)
+                groups = [self._close(group_id, TRAINED) for group_id in record.group_ids]
+                self.batches[record.step] = RecordedBatch(cut=record, groups=groups, offset=offset, before=self.memory)
                 self.step, self.memory, self.drawn = record.step, record.memory, []
+                self.cover(self.covered)
             case GroupsDropped():
                 for group_id in record.group_ids:
-                    self.groups.pop(group_id, None)
-                    self.dropped[group_id] = record.reason
-            case AttemptStarted():
-                self.attempt = record.attempt
+                    self._close(group_id, record.reason)
 
-    def forget(self, step: int) -> None:
-        """Let go of the batches up to `step`, which a checkpoint covers."""
+    def cover(self, step: int) -> None:
+        """Let go of the batches up to `step`, since a checkpoint covers them."""
+        self.covered = step
         self.batches = {n: batch for n, batch in self.batches.items() if n > step}
+
+    def _close(self, group_id: str, fate: str) -> RecordedGroup:
+        self.fates[fate] = self.fates.get(fate, 0) + 1
+        return self.groups.pop(group_id)
+
+
+Record = GroupOpened | RolloutFinished | BatchCut | GroupsDropped | JournalState
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
 
 
 class Journal:
-    """The journal file, open for appending."""
+    """The newest segment, open for appending. `state` is always that of the last record."""
 
     patience: Patience | None = None
     """How records wait for space on a full disk; without it they fail."""
 
-    def __init__(self, path: Path, state: JournalState):
+    def __init__(self, directory: Path, segment: Segment, state: JournalState):
         self.state = state
-        self._file = path.open("ab", buffering=0)
+        self._directory = directory
+        self._open(segment)
 
     @classmethod
-    def start(cls, path: Path) -> "Journal":
-        """A journal without records; one that lies at `path` is replaced."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(MAGIC)
-        return cls(path, JournalState())
+    def start(cls, directory: Path, *, attempt: int = 1) -> "Journal":
+        """A journal without records; one that lies in `directory` is replaced."""
+        shutil.rmtree(directory, ignore_errors=True)
+        state = JournalState(attempt=attempt)
+        return cls(directory, begin_segment(directory, 0, _encoder.encode(state)), state)
 
     @classmethod
-    def reopen(cls, path: Path, covered: int = 0, offset: int = 0, *, rewind: bool = False) -> "Journal":
-        """Replay `path` and go on with it.
+    def reopen(cls, directory: Path, covered: int = 0, offset: int = 0, *, rewind: bool = False,
+               attempt: int = 1) -> "Journal":  # fmt: skip
+        """Replay the journal and go on with it in a new segment.
 
         `covered` is the step of the checkpoint that the trainer goes on from, `offset` the journal's in it. Batches up
         to that step are let go; with `rewind` everything behind `offset` is, else every whole record is kept.
 
         Raises:
-            SchemaMismatch: the file is no journal of this schema version.
-            CorruptData: a record before `offset` is missing or damaged.
+            SchemaMismatch: a file is no journal of this schema version.
+            CorruptData: a record before `offset` is missing or damaged, or the journal no longer reaches back so far.
         """
-        state, end = JournalState(), len(MAGIC)
-        for record, end in read(path, offset if rewind else None):
-            state.apply(record, end)
-            state.forget(covered)
+        state, end = replay(directory, covered, offset if rewind else None)
         if end < offset:
-            raise CorruptData(f"{path} is whole up to byte {end}, the checkpoint wants {offset}: the journal was cut")
-        os.truncate(path, end)
-        return cls(path, state)
+            raise CorruptData(f"{directory} is whole up to offset {end}, the checkpoint wants {offset}: the journal "
+                              "was cut")  # fmt: skip
+        for segment in find_segments(directory):
+            if segment.base >= end:
+                segment.path.unlink()
+        state.attempt = attempt
+        return cls(directory, begin_segment(directory, end, _encoder.encode(state)), state)
 
     @property
     def offset(self) -> int:
-        """Bytes written so far: where a resume that knows everything up to now begins."""
-        return os.fstat(self._file.fileno()).st_size
+        """Where a resume that knows everything up to now begins."""
+        return self._base + os.fstat(self._file.fileno()).st_size
 
     def append(self, record: Record, *, durable: bool = False) -> None:
         """Add a record; `durable` flushes it to disk before returning."""
-        payload = _encoder.encode(record)
-        frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
-        if self.patience:
-            self.patience.write("the journal", lambda: append(self._file, frame))
-        else:
-            append(self._file, frame)
+        framed = frame(_encoder.encode(record))
+        self._patiently(lambda: append(self._file, framed))
         if durable:
             os.fsync(self._file.fileno())
+        self.state.apply(record, self.offset)
+
+    def cover(self, step: int, needed: int) -> None:
+        """A checkpoint of `step` is complete: begin a new segment, and remove those that end before offset `needed`."""
+        self.state.cover(step)
+        os.fsync(self._file.fileno())
+        state, base = _encoder.encode(self.state), self.offset
+        self._file.close()
+        self._open(self._patiently(lambda: begin_segment(self._directory, base, state)))
+        for segment, following in pairwise(find_segments(self._directory)):
+            if following.base < needed:
+                segment.path.unlink()
+
+    def batches_behind(self, step: int) -> list[RecordedBatch]:
+        """All batches after `step`, even those let go: for a trainer that went back further than one checkpoint.
+
+        Raises:
+            CorruptData: the journal no longer reaches back so far.
+        """
+        return list(replay(self._directory, step)[0].batches.values())
 
     def close(self) -> None:
         self._file.close()
 
+    def _patiently(self, write: Callable[[], T]) -> T:
+        return self.patience.write("the journal", write) if self.patience else write()
 
-def read(path: Path, upto: int | None = None) -> Iterator[tuple[Record, int]]:
-    """Records of a journal, each with the offset behind it, up to an offset or up to the last whole record.
+    def _open(self, segment: Segment) -> None:
+        self._file, self._base = segment.path.open("ab", buffering=0), segment.base
+
+
+def replay(directory: Path, covered: int, upto: int | None = None) -> tuple[JournalState, int]:
+    """The state at offset `upto`, or behind the last whole record, and all batches after step `covered`; its offset.
 
     Raises:
-        SchemaMismatch: the file is no journal of this schema version.
-        CorruptData: a record before `upto` is cut or damaged.
+        SchemaMismatch, CorruptData: as `read_segments`, or the journal no longer reaches back to `covered`.
     """
-    data = path.read_bytes()
-    if not data.startswith(MAGIC):
-        raise SchemaMismatch(f"{path} is not a journal of schema {SCHEMA_VERSION}")
-    if upto is not None and len(data) < upto:
-        raise CorruptData(f"{path} has {len(data)} bytes, the checkpoint wants {upto}: the journal was cut")
-    position, end = len(MAGIC), upto if upto is not None else len(data)
-    while position + _FRAME.size <= end:
-        length, checksum = _FRAME.unpack_from(data, position)
-        payload = data[position + _FRAME.size : position + _FRAME.size + length]
-        if len(payload) < length or zlib.crc32(payload) != checksum:
-            if upto is None:
-                return
-            raise CorruptData(f"{path} is damaged at byte {position}")
-        position += _FRAME.size + length
-        yield _decoder.decode(payload), position
+    for records in _from_newest(directory, upto):
+        state, end = next(records)
+        if state.covered <= covered:
+            break
+    else:
+        raise CorruptData(f"{directory} does not reach back to step {covered}; resume from a later checkpoint")
+    state.cover(covered)
+    for record, end in records:
+        if not isinstance(record, JournalState):
+            state.apply(record, end)
+    return state, end
+
+
+def read(directory: Path) -> Iterator[tuple[Record, int]]:
+    """All records that are left, each with the offset behind it; the first sums up those that are gone.
+
+    Raises:
+        SchemaMismatch, CorruptData: as `read_segments`.
+    """
+    for payload, end in read_segments(find_segments(directory)):
+        yield _decoder.decode(payload), end
 
 
 def open_journal(role: Role, checkpoint: CheckpointManifest | None) -> Journal:
     """The journal of this start of the orchestrator.
 
-    A new run begins one. A later attempt goes on with all of it, unless it was told to go back to an older checkpoint;
-    so does a later start within an attempt, whatever the attempt itself was told.
+    A new run begins one, and so does one that goes back to a checkpoint of another run (its `journal_offset` is 0). A
+    later attempt goes on with all of it, unless it was told to go back to an older checkpoint; so does a later start
+    within an attempt, whatever the attempt itself was told.
     """
-    path = role.paths.journal
+    directory, attempt = role.paths.journal, role.plan.attempt
     covered, offset = (checkpoint.step, checkpoint.journal_offset) if checkpoint else (0, 0)
-    known = path.exists() and role.plan.attempt > 1 or role.restart > 0
-    if not known or not path.exists():
-        journal = Journal.start(path)
-    elif role.plan.rewind and _attempt(path) != role.plan.attempt:
-        journal = Journal.reopen(path, covered, offset, rewind=True)
+    known = (attempt > 1 or role.restart > 0) and bool(find_segments(directory))
+    goes_back = known and role.plan.rewind and _last_attempt(directory) != attempt
+    if not known or goes_back and not offset:
+        journal = Journal.start(directory, attempt=attempt)
     else:
-        journal = Journal.reopen(path, covered, offset)
+        journal = Journal.reopen(directory, covered, offset, rewind=goes_back, attempt=attempt)
     journal.patience = role.patience
-    if journal.state.attempt != role.plan.attempt:
-        journal.append(AttemptStarted(attempt=role.plan.attempt), durable=True)
     return journal
 
 
-def _attempt(path: Path) -> int:
-    """The attempt that last wrote to a journal."""
-    return max((record.attempt for record, _ in read(path) if isinstance(record, AttemptStarted)), default=0)
+def _from_newest(directory: Path, upto: int | None) -> Iterator[Iterator[tuple[Any, int]]]:
+    """Records from the beginning of each segment on, the newest first; none from where nothing lies before `upto`."""
+    segments = [s for s in find_segments(directory) if upto is None or s.base < upto]
+    for i in reversed(range(len(segments))):
+        yield ((_decoder.decode(payload), end) for payload, end in read_segments(segments[i:], upto))
+
+
+def _last_attempt(directory: Path) -> int:
+    """The attempt that last opened a journal."""
+    state, _ = next(next(_from_newest(directory, None)))
+    return state.attempt

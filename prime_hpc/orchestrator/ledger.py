@@ -12,6 +12,7 @@ from prime_hpc.observe.records import RolloutRecorder
 from prime_hpc.orchestrator.batches import Batch, BatchShelf
 from prime_hpc.orchestrator.fleet import UpdateTimes
 from prime_hpc.orchestrator.report import Metrics, batch_metrics, summarise
+from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, StepReport
@@ -66,15 +67,16 @@ class Ledger:
         async with self._changed:
             await self._changed.wait_for(lambda: self._reported >= step)
 
-    async def report_progress(self, scheduler: Scheduler, versions: Versions) -> None:
+    async def report_progress(self, scheduler: Scheduler, versions: Versions, runner: Runner) -> None:
         """Publish progress and sample idleness until cancelled."""
         while True:
             self._ticks += 1
             self._idle_ticks += scheduler.inflight == 0
             counts = {"ready": scheduler.ready_rollouts, "inflight": scheduler.inflight}
             self._progress.update(served=versions.served.step, **counts)
-            self._role.rendezvous.publish("sampling", progress=self._progress)
-            self._role.heart.progress(f"sampling, {scheduler.inflight} rollouts in flight")
+            self._role.rendezvous.publish("paused" if runner.paused else "sampling", progress=self._progress)
+            self._role.heart.progress(f"pausing, since {runner.paused}" if runner.paused
+                                      else f"sampling, {scheduler.inflight} rollouts in flight")  # fmt: skip
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:

@@ -1,8 +1,11 @@
 """The orchestrator's driver: sample without pause, cut a batch whenever one is due, follow the trainer's versions."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.cluster.role import Role
@@ -13,7 +16,7 @@ from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.journal import BatchCut, Memory, open_journal
+from prime_hpc.orchestrator.journal import BatchCut, Memory, RecordedBatch, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
@@ -21,8 +24,8 @@ from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
-from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, read_manifest
-from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, oldest_offset, read_manifest
+from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch
 
 DRAIN_POLL_S = 0.5
 
@@ -41,6 +44,9 @@ class Orchestrator:
         self.maker = BatchMaker(self.config, self.lineages, self.journal.state.memory.credit)
         self.ledger = Ledger(role, self.start_step)
         self.drained = False
+        self.failure: EnvironmentFailure | None = None
+        """Why the run cannot go on, once it is to save and leave for that."""
+        self._shipping_again = asyncio.Lock()
 
     async def run(self) -> None:
         """From the first hello to the complete mark."""
@@ -48,16 +54,16 @@ class Orchestrator:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.pool.serve())]
             await self._connect()
+            await self._ship_again(self.journal.state.batches.values())
             background += [
                 tasks.create_task(self.fleet.watch()),
-                tasks.create_task(self.server.serve(lambda request: self.ledger.answer(self.shelf, request))),
+                tasks.create_task(self.server.serve(self._answer)),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
-                tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions)),
+                tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions, self.runner)),
+                tasks.create_task(self._watch_drain()),
             ]
-            await self._ship_again()
             await self._evaluate(self.start_step, first=True)
-            background.append(tasks.create_task(self._watch_drain()))
             while self.versions.shipped < self.config.max_steps:
                 batch = await self._cut(self.versions.shipped + 1)
                 if batch is None:
@@ -84,19 +90,34 @@ class Orchestrator:
         self.scheduler.restore(self.journal.state)
         self.role.rendezvous.publish("sampling")
 
-    async def _ship_again(self) -> None:
-        """Put the batches that no checkpoint covers back on the shelf, as they were cut."""
-        for recorded in self.journal.state.batches.values():
-            batch = self.maker.make_again(recorded)
+    async def _ship_again(self, batches: Iterable[RecordedBatch]) -> None:
+        """Put batches that no checkpoint covers back on the shelf, as they were cut."""
+        maker = BatchMaker(self.config, self.lineages)
+        for recorded in list(batches):
+            batch = maker.make_again(recorded)
             await self.shelf.put(batch)
             await self.ledger.shipped(batch)
-        self.journal.state.batches.clear()
+
+    async def _answer(self, request: BatchRequest) -> RankBatch:
+        """The batch that a rank asks for, if need be from the journal.
+
+        That is where the newest checkpoint was damaged, and the trainer went back to one before it.
+        """
+        if request.checkpointed > self.journal.state.covered:
+            self.role.lease.check()
+            self.journal.cover(request.checkpointed, oldest_offset(self.role.paths.checkpoints))
+        async with self._shipping_again:
+            if request.step <= self.versions.shipped and not self.shelf.holds(request.step):
+                await self._ship_again(self.journal.batches_behind(request.checkpointed))
+        return await self.ledger.answer(self.shelf, request)
 
     async def _watch_drain(self) -> None:
-        """Wake whoever waits once the run is asked to leave."""
-        while not await asyncio.to_thread(lambda: self.role.draining):
+        """Wake whoever waits once the run is asked to leave, or has paused for too long."""
+        while not await asyncio.to_thread(lambda: self.role.draining) and not self.failure:
             await asyncio.sleep(DRAIN_POLL_S)
+            self.failure = self.runner.paused_too_long
         self.drained = True
+        self.runner.release()
         await self.versions.notify()
         await self.scheduler.notify()
 
@@ -136,6 +157,7 @@ class Orchestrator:
 
     async def _ship(self, batch: Batch) -> None:
         self.role.reach("batch.before")
+        self.role.lease.check()
         group_ids, sample_ids = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
         memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
         cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids,
@@ -176,6 +198,8 @@ class Orchestrator:
     async def _evaluate(self, step: int, *, first: bool = False, last: bool = False) -> None:
         if not self.evaluator.due(step, first=first, last=last) or (step == self.config.max_steps and not last):
             return
+        if self.failure:
+            return
         await self.versions.wait_served(step)
         self.role.reach("evaluation.before")
         self.ledger.evaluated(step, await self.evaluator.run(self.versions.served))
@@ -191,11 +215,19 @@ class Orchestrator:
         self.journal.close()
         self.ledger.close()
         self.role.reach("shutdown.after")
+        if self.failure:
+            raise self.failure
         self.role.mark_complete()
 
 
 def _covering(role: Role) -> CheckpointManifest | None:
-    """The checkpoint behind which batches are needed: the plan's, or later in the attempt the newest there is."""
+    """The checkpoint behind which batches are needed: the plan's, or later in the attempt the newest there is.
+
+    Offsets in checkpoints of another run are none in this journal.
+    """
     newest = find_latest(role.paths.checkpoints, read_forks(role.paths.forks)) if role.restart else None
-    path = newest or role.plan.checkpoint
-    return read_manifest(Path(path)) if path else None
+    path = newest or (Path(role.plan.checkpoint) if role.plan.checkpoint else None)
+    if path is None:
+        return None
+    manifest = read_manifest(path)
+    return manifest if path.parent == role.paths.checkpoints else msgspec.structs.replace(manifest, journal_offset=0)

@@ -62,7 +62,8 @@ class Versions:
             times = await self._serve(version)
         except CorruptData as error:
             self._role.log.error("%s; the trainer is started again", error)
-            control.ask(self._role.paths.control, "restart", str(error), unit="trainer", by=self._role.process.name)
+            control.ask(self._role.paths.control, "restart", f"CorruptData: {error}", unit="trainer",
+                        by=self._role.process.name)  # fmt: skip
             return
         await on_update(version, times)
         await self.notify()

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
 
+from prime_hpc.cluster.files import appears
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData, InfrastructureFailure
 from prime_hpc.trainer.distributed import World, gather
@@ -28,6 +30,8 @@ from prime_hpc.transport.checkpoints import CheckpointManifest
 from prime_hpc.transport.weights import FileEntry
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+LATE_S = 10.0
+"""A checkpoint that the plan names is waited for so long."""
 
 
 class _Outcome(msgspec.Struct):
@@ -50,10 +54,12 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and restores parameters, optimiser and random generators. All ranks call every method alike."""
+    """Saves and restores the parameters that train, optimisers and random generators. All ranks call every method
+    alike."""
 
-    def __init__(self, role: Role, world: World, policy: PolicyModel, optimizer: torch.optim.Optimizer, lineage: int):
-        self._role, self._world, self._policy, self._optimizer = role, world, policy, optimizer
+    def __init__(self, role: Role, world: World, policy: PolicyModel, optimizers: list[Optimizer], lineage: int):
+        self._role, self._world, self._policy, self._optimizers = role, world, policy, optimizers
+        self._options = StateDictOptions(ignore_frozen_params=bool(policy.lora), strict=not policy.lora)
         self._lineage = lineage
         self._directory = role.paths.checkpoints
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -69,6 +75,7 @@ class Checkpointer:
         Raises:
             CorruptData: a file is missing or damaged, or the shapes are those of another model.
         """
+        appears(checkpoint, LATE_S)
         manifest = checkpoints.verify(checkpoint) if self._world.first else checkpoints.read_manifest(checkpoint)
         dist.barrier()
         reader = FileSystemReader(checkpoint)
@@ -80,8 +87,8 @@ class Checkpointer:
             dcp.load(state, storage_reader=reader)
         except CheckpointException as error:
             raise CorruptData(f"{checkpoint} does not fit this model: {error}") from error
-        set_state_dict(self._policy, self._optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])  # fmt: skip
+        set_state_dict(self._policy, self._optimizers, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"], options=self._options)  # fmt: skip
         if "rng" in state:
             self._restore_rng(state["rng"], stored)
         self.newest = manifest.step
@@ -173,8 +180,8 @@ class Checkpointer:
             self._role.log.error("%s. The run goes on; free space before the next save", text)
 
     def _state(self) -> dict[str, Any]:
-        """Sharded parameters and optimiser states, and this rank's random generators under its own names."""
-        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        """Sharded parameters that train, optimiser states, and this rank's random generators under its own names."""
+        model, optimizer = get_state_dict(self._policy, self._optimizers, options=self._options)
         rng = {f"cpu.{self._world.rank}": torch.get_rng_state()}
         if self._world.device.type == "cuda":
             rng[f"cuda.{self._world.rank}"] = torch.cuda.get_rng_state(self._world.device)

@@ -9,27 +9,43 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.models.degrees import choose_degrees
+from prime_hpc.trainer.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class World:
-    """The data-parallel ranks. `mesh` has the one dimension `dp`; `background` is a group of its own for the thread
-    that writes checkpoints, since two threads must not interleave collectives in one group."""
+    """All ranks. `background` is a group of its own for the thread that writes checkpoints, since two threads must not
+    interleave collectives in one group."""
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: Mesh
     background: dist.ProcessGroup
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that see different rows."""
+        return self.mesh.degrees.dp
+
+    @property
+    def dp_rank(self) -> int:
+        """Whose rows this rank sees; neighbouring ranks share them."""
+        return self.rank // self.row_ranks
+
+    @property
+    def row_ranks(self) -> int:
+        """Ranks that see the same rows."""
+        return self.size // self.dp_size
 
 
 def join(role: Role) -> World:
@@ -42,7 +58,7 @@ def join(role: Role) -> World:
     timeout = timedelta(seconds=config.collective_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=_open_store(role, rank, size), rank=rank, world_size=size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+    mesh = Mesh.of(device.type, choose_degrees(role.config, size))
     return World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
 
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prime_hpc.errors import CorruptData
-from prime_hpc.models.conversion import Piece
+from prime_hpc.models.conversion import Conversion, Piece
 from prime_hpc.models.decoder import CausalLM
+from prime_hpc.models.lora import adapter_of
 from prime_hpc.trainer.model import PolicyModel
 
 INDEX = "model.safetensors.index.json"
@@ -27,12 +28,21 @@ def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
     Raises:
         CorruptData: a tensor is missing or has another shape; its name is in the text.
     """
+    load_tensors(dict(named_weights(model)), model.conversion, directory)
+
+
+def load_tensors(targets: dict[str, torch.Tensor], conversion: Conversion, directory: Path) -> None:
+    """Fill tensors of a model, by their names there, from the safetensors files of `directory`.
+
+    Raises:
+        CorruptData: a tensor is missing or has another shape; its name is in the text.
+    """
     files = _locate(directory)
     with ExitStack() as stack, torch.no_grad():
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
-        for name, target in named_weights(model):
-            local, slices = _local_part(target)
-            for piece in model.conversion.pieces(name, target.shape):
+        for name, target in targets.items():
+            local, slices = local_part(target)
+            for piece in conversion.pieces(name, target.shape):
                 if piece.name not in files:
                     raise CorruptData(
                         f"{directory} holds no tensor {piece.name}: it is not a checkpoint of this architecture"
@@ -46,9 +56,9 @@ def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of a model: its parameters, then its persistent buffers."""
+    """What a checkpoint holds of a model: its parameters but for adapters, then its persistent buffers."""
     persistent = model.state_dict(keep_vars=True).keys()
-    yield from model.named_parameters()
+    yield from ((name, p) for name, p in model.named_parameters() if adapter_of(name) is None)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
@@ -62,7 +72,7 @@ def _copy(stored: Any, piece: Piece, local: torch.Tensor, slices: tuple[slice, .
         local[piece.index - slices[0].start].copy_(stored[slices[1:]])
 
 
-def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """This rank's shard and where it lies in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, n) for n in tensor.shape)

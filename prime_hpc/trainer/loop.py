@@ -1,21 +1,26 @@
 """One rank of the trainer, from start to end. RL and SFT run the same loop; only where batches come from differs."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from prime_hpc.algorithms.losses import MicroBatchTensors, TokenCounts, compute_loss, count_tokens
+from prime_hpc.algorithms.tenants import Tenancy, split_by_adapter
 from prime_hpc.cluster.role import Role
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.checkpoints import Checkpointer
 from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.lora import initialise
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
-from prime_hpc.trainer.optim import GuardedOptimizer, build_adamw
+from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
+from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.sft_source import SFTSource
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.batches import BatchSource, open_source
-from prime_hpc.transport.messages import PolicyVersion, RankBatch, StepReport
+from prime_hpc.transport.messages import MicroBatch, PolicyVersion, RankBatch, StepReport
 
 
 def run(role: Role) -> None:
@@ -23,9 +28,9 @@ def run(role: Role) -> None:
     config, world = role.config, distributed.join(role)
     lineage = role.plan.forks[-1].lineage if role.plan.forks else 0
     policy = build_policy(config, world)
-    optimizer = GuardedOptimizer(build_adamw(policy, config.optimizer), config.optimizer, config.max_steps,
-                                 config.trainer.max_skipped_steps)  # fmt: skip
-    checkpointer = Checkpointer(role, world, policy, optimizer.optimizer, lineage)
+    tenants = {tenant: build_optimizers(part, config.optimizer) for tenant, part in policy.tenants().items()}
+    optimizer = GuardedOptimizer(tenants, config.optimizer, config.max_steps, config.trainer.max_skipped_steps)
+    checkpointer = Checkpointer(role, world, policy, optimizer.optimizers, lineage)
     step = _restore(role, policy, checkpointer)
     writer = WeightsWriter(role, world, policy)
     serving = config.mode == "rl"
@@ -52,7 +57,7 @@ def run(role: Role) -> None:
             result = forward_backward(policy, batch, role, world, PolicyVersion(lineage, step - 1))
         role.reach("step.during")
         with watch("optimizer"):
-            optimized = optimizer.step(step, result.loss) | policy.balance_experts(config.trainer.router_bias_rate)
+            optimized = optimizer.step(step, result.losses) | policy.balance_experts(config.trainer.router_bias_rate)
         role.reach("step.after")
         with watch("publish"):
             if serving:
@@ -76,35 +81,56 @@ def run(role: Role) -> None:
 def forward_backward(
     policy: PolicyModel, batch: RankBatch, role: Role, world: distributed.World, version: PolicyVersion
 ) -> BatchResult:
-    """Accumulate the gradient of the batch's loss; `version` is that of the weights. The result is alike on all ranks.
-
-    FSDP averages gradients over ranks while the loss is a sum over them, hence the factor.
-    """
-    counts = count_tokens(batch.micro_batches).tensor()
-    dist.all_reduce(counts)
-    total = TokenCounts.from_tensor(counts)
+    """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
+    rows = [(micro, split_by_adapter(micro)) for micro in batch.micro_batches]
+    counts = _count_tokens(policy, [part for _, parts in rows for part in parts], world)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
-    for micro in batch.micro_batches:
+    for micro, parts in rows:
         tensors = MicroBatchTensors.of(micro, world.device)
         logprobs, entropy = policy(PackedRow.of(micro, tensors))
-        loss, metrics = compute_loss(logprobs, entropy, tensors, role.config.loss, total, version.pack())
-        (loss * world.size).backward()
-        totals.add(loss, metrics, micro, hf_config)
-    return totals.reduce()
+        loss = torch.zeros((), device=world.device)
+        for part in parts:
+            tenant = policy.tenant_of(part.adapter)
+            theirs = tensors if len(parts) == 1 else MicroBatchTensors.of(part.micro, world.device)
+            own, metrics = compute_loss(logprobs[part.tokens], entropy[part.tokens], theirs, role.config.loss,
+                                        counts[tenant], version.pack())  # fmt: skip
+            loss = loss + own
+            totals.add(tenant, own, metrics)
+        loss.backward()
+        totals.count(micro, hf_config)
+    result = totals.reduce(world)
+    # alone, an adapter would not see this batch if it had nothing to train on
+    losses = {tenant: loss for tenant, loss in result.losses.items() if tenant == WHOLE or counts[tenant]}
+    return replace(result, losses=losses)
+
+
+def _count_tokens(policy: PolicyModel, parts: list[Tenancy], world: distributed.World) -> dict[str, TokenCounts]:
+    """The normalisers of each tenant, over the rows of all ranks."""
+    micros: dict[str, list[MicroBatch]] = {tenant: [] for tenant in policy.tenants()}
+    for part in parts:
+        micros[policy.tenant_of(part.adapter)].append(part.micro)
+    counts = torch.stack([count_tokens(own).tensor() for own in micros.values()])
+    dist.all_reduce(counts)
+    return {tenant: TokenCounts.from_tensor(row // world.row_ranks)
+            for tenant, row in zip(micros, counts, strict=True)}  # fmt: skip
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
-    """Load the plan's checkpoint or the base model; returns the step that the weights come from."""
+    """Load the plan's checkpoint or the base model, which a checkpoint of adapters leaves out; returns the step that
+    the weights come from."""
+    if policy.lora or not role.plan.checkpoint:
+        load_weights(policy, Path(role.config.model.path))
+    if policy.lora:
+        initialise(policy.lora, role.config.seed)
     if role.plan.checkpoint:
         return checkpointer.load(Path(role.plan.checkpoint))
-    load_weights(policy, Path(role.config.model.path))
     return 0
 
 
 def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> BatchSource:
     if role.config.mode == "sft":
         return SFTSource(role, world, policy)
-    return open_source(role, world.rank, world.size)
+    return open_source(role, world.dp_rank, world.dp_size, asks=world.rank % world.row_ranks == 0)
 
 
 def _report(

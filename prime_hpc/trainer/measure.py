@@ -12,6 +12,7 @@ from torch import Tensor
 from prime_hpc.algorithms.losses import Metrics
 from prime_hpc.models import spec
 from prime_hpc.trainer.distributed import World, gather
+from prime_hpc.trainer.optim import WHOLE
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -38,36 +39,48 @@ class Stopwatch:
 class BatchTotals:
     """One rank's sums over its micro-batches."""
 
-    loss: list[Tensor] = field(default_factory=list)
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
     pairs: dict[str, list[Tensor]] = field(default_factory=dict)
     tokens: int = 0
+    replayed: int = 0
     flops: float = 0.0
 
-    def add(self, loss: Tensor, metrics: Metrics, micro: MicroBatch, hf_config: dict) -> None:
-        """Tensors stay on the device until `reduce`, which waits for it once."""
-        self.loss.append(loss.detach().double())
+    def add(self, tenant: str, loss: Tensor, metrics: Metrics) -> None:
+        """A tenant's part of a row. Tensors stay on the device until `reduce`, which waits for it once."""
+        self.losses.setdefault(tenant, []).append(loss.detach().double())
         for name, pair in metrics.items():
             self.pairs.setdefault(name, []).append(torch.stack(pair))
+
+    def count(self, micro: MicroBatch, hf_config: dict) -> None:
+        """The work of a row."""
         self.tokens += sum(micro.seq_lens)
+        if micro.routed_experts:
+            self.replayed += int((micro.routed_experts.numpy().min(axis=(1, 2)) >= 0).sum())
         self.flops += spec.train_flops(hf_config, micro.seq_lens)
 
-    def reduce(self) -> "BatchResult":
-        """The sums over all ranks, the same on each."""
+    def reduce(self, world: World) -> "BatchResult":
+        """The sums over all rows, the same on each rank; ranks that see the same rows have the same sums."""
         stacked = torch.stack([torch.stack(pairs).sum(0) for pairs in self.pairs.values()])
-        mine = {"loss": torch.stack(self.loss).sum().item(), "tokens": self.tokens, "flops": self.flops,
+        losses = {tenant: torch.stack(parts).sum().item() for tenant, parts in self.losses.items()}
+        mine = {"losses": losses, "tokens": self.tokens, "replayed": self.replayed, "flops": self.flops,
                 "pairs": dict(zip(self.pairs, stacked.tolist(), strict=True))}  # fmt: skip
-        ranks = gather(mine)
+        ranks = gather(mine)[:: world.row_ranks]
         names = sorted({name for rank in ranks for name in rank["pairs"]})
         pairs = {n: [sum(r["pairs"].get(n, (0.0, 0.0))[i] for r in ranks) for i in (0, 1)] for n in names}
-        return BatchResult(*(sum(rank[key] for rank in ranks) for key in ("loss", "tokens", "flops")), pairs)
+        tenants = sorted({tenant for rank in ranks for tenant in rank["losses"]})
+        losses = {tenant: sum(rank["losses"].get(tenant, 0.0) for rank in ranks) for tenant in tenants}
+        tokens, replayed, flops = (sum(rank[key] for rank in ranks) for key in ("tokens", "replayed", "flops"))
+        return BatchResult(losses, tokens, replayed, flops, pairs)
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A batch as all ranks see it: its loss, real tokens, FLOPs of forward and backward, and (sum, count) by name."""
+    """A batch as all ranks see it: the loss of each tenant that it trains, real tokens, tokens whose experts were
+    replayed, FLOPs of forward and backward, and (sum, count) by name."""
 
-    loss: float
+    losses: dict[str, float]
     tokens: int
+    replayed: int
     flops: float
     pairs: dict[str, list[float]]
 
@@ -78,7 +91,10 @@ class BatchResult:
             means["mismatch/abs_mean"] = means.pop("mismatch/abs")
         if "mismatch/abs" in self.pairs:
             means["mismatch/tokens"] = self.pairs["mismatch/abs"][1]
-        return {"loss": self.loss, "tokens/trained": float(self.tokens), **means}
+        if self.replayed:
+            means["moe/replayed"] = self.replayed / self.tokens
+        adapters = {f"adapter/{tenant}/loss": loss for tenant, loss in self.losses.items() if tenant != WHOLE}
+        return {"loss": sum(self.losses.values()), "tokens/trained": float(self.tokens), **means, **adapters}
 
 
 def performance(result: BatchResult, times: dict[str, float], world: World) -> dict[str, float]:

@@ -1,13 +1,14 @@
 """The policy: a model of our own or of transformers whose forward ends in scores of tokens, sharded with FSDP2."""
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
@@ -19,9 +20,12 @@ from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, op
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
+from prime_hpc.models.lora import LoRA, attach
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.optim import WHOLE
+from prime_hpc.trainer.parallel.shard import shard
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -39,6 +43,8 @@ class PackedRow:
     seq_lens: list[int]
     replay: Tensor | None = None
     """int64[layers, n, k]: experts recorded at sampling, negative where there is no record."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Tokens of each adapter, which lie together; empty where there is one policy only."""
 
     @classmethod
     def of(cls, micro: MicroBatch, tensors: MicroBatchTensors) -> "PackedRow":
@@ -48,7 +54,12 @@ class PackedRow:
             members = members if weights is None else members | (weights.numpy() != 0)
         scored = torch.from_numpy((members & (micro.position_ids() > 0)).nonzero()[0])
         scored = scored.to(tensors.token_ids.device)
-        return cls(tensors.token_ids, tensors.position_ids, tensors.temperatures, scored, micro.seq_lens)
+        adapters: dict[str, int] = defaultdict(int)
+        for adapter, length in zip(micro.adapters, micro.seq_lens, strict=bool(micro.adapters)):
+            adapters[adapter] += length
+        replay = micro.routed_experts and torch.tensor(micro.routed_experts.numpy(), device=scored.device)
+        return cls(tensors.token_ids, tensors.position_ids, tensors.temperatures, scored, micro.seq_lens,
+                   None if replay is None else replay.transpose(0, 1).long(), adapters)  # fmt: skip
 
 
 class PolicyModel(nn.Module):
@@ -57,6 +68,8 @@ class PolicyModel(nn.Module):
     impl: str
     conversion: Conversion = SAME
     """From the names of parameters to those of the checkpoint."""
+    lora: LoRA | None = None
+    """The adapters that are trained in place of the parameters, if any."""
 
     def __init__(self, decoder: nn.Module, head: nn.Linear | None, config: PreTrainedConfig, backend: str, chunk: int):
         super().__init__()
@@ -81,6 +94,8 @@ class PolicyModel(nn.Module):
         Returns:
             Two float32[n] in nats; log(1/V) and log(V) where a token is not scored. Only the first has a gradient.
         """
+        if self.lora:
+            self.lora.select(row.adapters)
         hidden = self.hidden_states(row)
         weight, scored = self.head_weight, row.scored
         logprobs, entropy = score_tokens(hidden[scored - 1], weight, row.token_ids[scored], row.temperatures[scored],
@@ -102,6 +117,16 @@ class PolicyModel(nn.Module):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
         last, cache = self.extend(token_ids, positions, mask, cache)
         return (last @ self.head_weight.T).float(), cache
+
+    def tenants(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """The named parameters that are trained together: all of them (`WHOLE`), or those of each adapter."""
+        if self.lora is None:
+            return {WHOLE: list(self.named_parameters())}
+        return {adapter: list(self.lora.parameters(adapter)) for adapter in self.lora.adapters}
+
+    def tenant_of(self, adapter: str) -> str:
+        """The tenant that trains on samples of `adapter`, which are the first's where they name none."""
+        return WHOLE if self.lora is None else adapter or self.lora.adapters[0]
 
     def hidden_states(self, row: PackedRow) -> Tensor:
         """[n, h] of the last layer, normed."""
@@ -187,24 +212,31 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     In eval mode for good: dropout would part the trainer's log-probabilities from the sampler's.
     """
     trainer = config.trainer
-    policy = _build_on_meta(config, world.device).eval()
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = build_on_meta(config, world.device).eval()
     for block in policy.blocks:
         if trainer.compile:
             block.forward = torch.compile(block.forward)
         if trainer.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    shard(policy, policy.blocks, world.mesh, getattr(torch, trainer.dtype))
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
     return policy
 
 
-def _build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
+def build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
+    """The policy for `device` and its adapters, whose parameters have no storage. What adapters leave as it is lies in
+    the precision of the computation, as no step needs more."""
+    policy, lora = _build_model(config, device), config.lora
+    if lora.on:
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(getattr(torch, config.trainer.dtype))
+        policy.lora = attach(policy, sorted(lora.adapters), lora.rank, lora.alpha, lora.targets)
+    return policy
+
+
+def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     problems = families.find_model_problems(config)
     if problems:
         raise ConfigurationError(problems)

@@ -1,84 +1,98 @@
-"""AdamW, its schedule, and one guarded optimiser step."""
+"""The schedule of the learning rate, and one guarded step of the optimisers."""
 
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from prime_hpc.config.sections import OptimizerConfig
+from prime_hpc.config.optimizer import OptimizerConfig
 from prime_hpc.errors import InfrastructureFailure
 
-
-def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters; weight decay applies to matrices only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=tuple(config.betas),
-                             eps=config.eps, fused=parameters[0].is_cuda)  # fmt: skip
+WHOLE = ""
+"""The tenant of a run that trains all weights rather than adapters."""
 
 
-def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, max_steps: int, peak: float | None = None) -> float:
     """The rate of `step`, counted from 1: a pure function, so a resumed run needs no state for it.
 
-    Warm-up rises to `lr` at step `warmup_steps`. A linear decay falls over the last `decay_steps` (warm-up, stable,
-    decay; Hu et al. 2024, section 4.1), a cosine over all steps after the warm-up (Loshchilov & Hutter 2017); both
-    reach `min_lr` at `max_steps`. A run too short for warm-up and decay shortens the decay first.
+    Warm-up rises to `peak` (lr when left out) at step `warmup_steps`. wsd falls over the last `decay_steps` (warm-up,
+    stable, decay; Hu et al. 2024, section 4.1), linear and cosine (Loshchilov & Hutter 2017) over all steps after the
+    warm-up; all reach `min_lr` at `max_steps`. A run too short for warm-up and decay shortens the decay first.
     """
+    peak = config.lr if peak is None else peak
     if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        return peak * step / config.warmup_steps
     after_warmup = max(0, max_steps - config.warmup_steps)
-    decay_steps = {"constant": 0, "linear": min(config.decay_steps, after_warmup), "cosine": after_warmup}
-    length = decay_steps[config.schedule]
+    decay_steps = {"constant": 0, "wsd": min(config.decay_steps, after_warmup)}
+    length = decay_steps.get(config.schedule, after_warmup)
     done = max(0.0, step - (max_steps - length)) / length if length else 0.0
     left = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
-    return config.min_lr + (config.lr - config.min_lr) * left
+    lowest = min(config.min_lr, peak)
+    return lowest + (peak - lowest) * left
 
 
 @dataclass
 class GuardedOptimizer:
-    """Clips, and steps only where loss and gradient are finite. Both are sums over all ranks, so that all agree."""
+    """Clips each tenant's gradient by itself (`WHOLE`, or every adapter), and steps it where its loss and gradient are
+    finite. Both are sums over all ranks, so that all agree."""
 
-    optimizer: torch.optim.Optimizer
+    tenants: dict[str, list[Optimizer]]
     config: OptimizerConfig
     max_steps: int
     max_skipped: int
     skipped: int = 0
-    """Steps skipped since the start of the process."""
+    """Steps since the start of the process in which a tenant was skipped."""
     skipped_in_a_row: int = 0
 
-    def step(self, step: int, loss: float) -> dict[str, float]:
-        """Take or skip optimiser step `step` whose batch had `loss`; gradients are freed either way.
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [optimizer for optimizers in self.tenants.values() for optimizer in optimizers]
+
+    def step(self, step: int, losses: dict[str, float]) -> dict[str, float]:
+        """Take or skip optimiser step `step` of the tenants whose batch had `losses`; gradients are freed either way.
 
         Raises:
             InfrastructureFailure: more than `max_skipped` steps in a row were skipped.
         """
+        norms = {}
+        for tenant, loss in losses.items():
+            optimizers = self.tenants[tenant]
+            norms[tenant] = norm = self._clip(optimizers)
+            if math.isfinite(loss) and math.isfinite(norm):
+                self._advance(optimizers, step)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._count(step, losses, norms)
+        adapters = {f"adapter/{tenant}/grad_norm": norm for tenant, norm in norms.items() if tenant != WHOLE}
         lr = learning_rate(self.config, step, self.max_steps)
-        norm = self._clip()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._count(step, finite, loss, norm)
-        return {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped": float(self.skipped)}
+        return {"optim/grad_norm": math.hypot(*norms.values()), "optim/lr": lr, "optim/skipped": float(self.skipped),
+                **adapters}  # fmt: skip
 
-    def _clip(self) -> float:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+    def _advance(self, optimizers: list[Optimizer], step: int) -> None:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.config, step, self.max_steps, group["peak_lr"])
+            optimizer.step()
+
+    def _clip(self, optimizers: list[Optimizer]) -> float:
+        parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(parameters, limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _count(self, step: int, finite: bool, loss: float, norm: float) -> None:
+    def _count(self, step: int, losses: dict[str, float], norms: dict[str, float]) -> None:
+        finite = all(math.isfinite(value) for value in (*losses.values(), *norms.values()))
         self.skipped += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.max_skipped:
             raise InfrastructureFailure(
                 f"{self.skipped_in_a_row} steps in a row up to step {step} had a loss or gradient that is not finite "
-                f"(loss {loss}, gradient norm {norm}): lower optimizer.lr, or try trainer.dtype=float32"
+                f"(loss {_brief(losses)}, gradient norm {_brief(norms)}): lower optimizer.lr, or try "
+                "trainer.dtype=float32"
             )
+
+
+def _brief(values: dict[str, float]) -> str:
+    return ", ".join(f"{tenant} {value}".strip() for tenant, value in values.items())

@@ -48,8 +48,8 @@ class SFTSource:
             return self._batch(step, [], [])
         samples = [to_sample(self._rows[i], f"{epoch}.{i}", self._config.seq_len) for epoch, i in
                    batch_rows(len(self._rows), config.sft.batch_size, step, seed, config.sft.shuffle)]  # fmt: skip
-        packed = pack(samples, self._world.size, config.micro_batch_tokens or self._config.seq_len)
-        return self._batch(step, packed[self._world.rank], [sample.sample_id for sample in samples])
+        packed = pack(samples, self._world.dp_size, config.micro_batch_tokens or self._config.seq_len)
+        return self._batch(step, packed[self._world.dp_rank], [sample.sample_id for sample in samples])
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         """Log the last step, write the summary and declare the run complete."""
@@ -84,7 +84,7 @@ class SFTSource:
                                     self._exact_match, reply, reference)  # fmt: skip
 
     def _batch(self, step: int, micro_batches: list, sample_ids: list[str]) -> RankBatch:
-        return RankBatch(step=step, rank=self._world.rank, micro_batches=micro_batches, sample_ids=sample_ids,
+        return RankBatch(step=step, rank=self._world.dp_rank, micro_batches=micro_batches, sample_ids=sample_ids,
                          journal_offset=0, last=not micro_batches)  # fmt: skip
 
 

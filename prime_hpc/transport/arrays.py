@@ -5,7 +5,8 @@ import numpy as np
 
 from prime_hpc.errors import CorruptData
 
-DTYPES = {"bool": np.dtype("?"), "i4": np.dtype("<i4"), "i8": np.dtype("<i8"), "f4": np.dtype("<f4")}
+DTYPES = {"bool": np.dtype("?"), "u1": np.dtype("u1"), "i2": np.dtype("<i2"), "i4": np.dtype("<i4"),
+          "i8": np.dtype("<i8"), "f4": np.dtype("<f4")}  # fmt: skip
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True, gc=False):

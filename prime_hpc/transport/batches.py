@@ -40,10 +40,14 @@ class BatchSource(Protocol):
         ...
 
 
-def open_source(role: Role, rank: int, world: int) -> BatchSource:
-    """The batch source of a trainer rank, by `orchestrator.transport`."""
-    kind = FileSource if role.config.orchestrator.transport == "files" else ZmqSource
-    return kind(role, rank, world)
+def open_source(role: Role, rank: int, world: int, *, asks: bool = True) -> BatchSource:
+    """The batch source of data-parallel rank `rank` of `world`, by `orchestrator.transport`.
+
+    Several processes may share a rank; over files, where they would write the same request, only one of them `asks`.
+    """
+    if role.config.orchestrator.transport == "files":
+        return FileSource(role, rank, world, asks=asks)
+    return ZmqSource(role, rank, world)
 
 
 class ZmqSource:
@@ -92,9 +96,9 @@ class ZmqSource:
 class FileSource:
     """Reads `rollouts/batches/step_N/rank_R.bin` and leaves `request_R.bin` for the orchestrator."""
 
-    def __init__(self, role: Role, rank: int, world: int):
+    def __init__(self, role: Role, rank: int, world: int, *, asks: bool):
         self._root = role.paths.batches
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._asks = rank, world, asks
         self._timeout_s = role.config.trainer.batch_timeout_s
         self._role = role
 
@@ -113,6 +117,8 @@ class FileSource:
         self._ask(step + 1, report, checkpointed)
 
     def _ask(self, step: int, report: StepReport | None, checkpointed: int) -> None:
+        if not self._asks:
+            return
         request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report)
         _write(self._root / f"step_{step}" / f"request_{self._rank}.bin", request)
 
@@ -162,10 +168,10 @@ class FileServer:
         seen: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for name in self._requests():
-                    if name not in seen:
-                        seen.add(name)
-                        tasks.create_task(self._reply(self._root / name, answer))
+                asked = set(self._requests())
+                for name in asked - seen:
+                    tasks.create_task(self._reply(self._root / name, answer))
+                seen = asked  # a step that was removed may be asked for again
                 await asyncio.sleep(POLL_S)
 
     def _requests(self) -> list[str]:

@@ -6,6 +6,7 @@ The trainer writes under a temporary name; the manifest is the last file, then t
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,13 @@ def complete_steps(directory: Path) -> list[int]:
 
 def newest_first(directory: Path, forks: Sequence[Fork] = ()) -> list[Path]:
     """Complete checkpoints, without those that a fork of the run's history has abandoned."""
-    paths = [directory / f"{PREFIX}{step}" for step in complete_steps(directory)]
-    ages = {path: _age(path) for path in paths}
-    alive = [path for path, (lineage, step) in ages.items()
-             if all(step <= fork.step for fork in forks if fork.lineage > lineage)]  # fmt: skip
-    return sorted(alive, key=ages.__getitem__, reverse=True)
+    return [path for path, manifest in reversed(_by_age(directory))
+            if all(manifest.step <= fork.step for fork in forks if fork.lineage > manifest.lineage)]  # fmt: skip
+
+
+def oldest_offset(directory: Path) -> int:
+    """The smallest `journal_offset` of all complete checkpoints, 0 where there is none."""
+    return min((manifest.journal_offset for _, manifest in _by_age(directory)), default=0)
 
 
 def find_latest(directory: Path, forks: Sequence[Fork] = ()) -> Path | None:
@@ -134,16 +137,14 @@ def resolve(directory: Path, which: str, forks: Sequence[Fork] = ()) -> Path:
 
 def prune(directory: Path, keep_last: int, keep_every: int) -> list[int]:
     """Delete complete checkpoints but the newest `keep_last` and multiples of `keep_every`; returns what went."""
-    paths = sorted((directory / f"{PREFIX}{step}" for step in complete_steps(directory)), key=_age)
     removed = []
-    for path in paths[:-keep_last]:
-        step = int(path.name[len(PREFIX) :])
-        if not keep_every or step % keep_every:
+    for path, manifest in _by_age(directory)[:-keep_last]:
+        if not keep_every or manifest.step % keep_every:
             # renamed first: a deletion that is cut short must not leave a directory that looks complete
             condemned = path.with_name(f".{path.name}.removed")
             os.replace(path, condemned)
             shutil.rmtree(condemned)
-            removed.append(step)
+            removed.append(manifest.step)
     return removed
 
 
@@ -154,6 +155,10 @@ def remove_partials(directory: Path) -> None:
             shutil.rmtree(directory / name)
 
 
-def _age(checkpoint: Path) -> tuple[int, int]:
-    manifest = read_manifest(checkpoint)
-    return manifest.lineage, manifest.step
+def _by_age(directory: Path) -> list[tuple[Path, CheckpointManifest]]:
+    """Complete checkpoints, oldest first. One whose manifest cannot be read, or that is just being pruned, is none."""
+    found = []
+    for path in (directory / f"{PREFIX}{step}" for step in complete_steps(directory)):
+        with suppress(CorruptData):
+            found.append((path, read_manifest(path)))
+    return sorted(found, key=lambda pair: (pair[1].lineage, pair[1].step))

@@ -45,16 +45,40 @@ class PolicyVersion(msgspec.Struct, array_like=True, frozen=True, order=True):
         return cls(int(lineage), int(step))
 
 
+class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
+    """The experts that computed each of n tokens in each layer when they were sampled: [n, layers, top_k], in order.
+
+    -1 where there is no record; without meaning for dense layers.
+    """
+
+    layers: int
+    top_k: int
+    ids: Array
+
+    @classmethod
+    def of(cls, experts: np.ndarray) -> "RoutedExperts":
+        """Pack integers [n, layers, top_k], a byte each where that holds them."""
+        _, layers, top_k = experts.shape
+        small = experts.size and experts.min() >= 0 and experts.max() < 256
+        return cls(layers, top_k, Array.of(experts.ravel(), "u1" if small else "i2"))
+
+    def numpy(self) -> np.ndarray:
+        """A read-only view of shape [n, layers, top_k]."""
+        return self.ids.numpy().reshape(-1, self.layers, self.top_k)
+
+
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A contiguous token sequence ready to train on; every stream has the length of `token_ids`.
 
     token_ids i4[n]; mask bool[n], true on sampled and trainable tokens; logprobs f4[n], of the sampler at its
     temperature, 0 where not sampled; versions i8[n], a packed `PolicyVersion` or `NOT_SAMPLED`; advantages f4[n].
     A component's weights are f4[n]; an absent `rl_weights` stands for ones on the mask, an absent other for zeros.
+    `adapter` is the low-rank adapter that sampled it and trains on it, empty where there is one policy only.
     """
 
     sample_id: str
     source: str
+    adapter: str = ""
     token_ids: Array
     mask: Array
     logprobs: Array
@@ -65,6 +89,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     ce_weights: Array | None = None
     ref_kl_weights: Array | None = None
     ref_logprobs: Array | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -124,7 +149,10 @@ class WorkerHello(msgspec.Struct, kw_only=True, tag=True):
 
 
 class RunRollout(msgspec.Struct, kw_only=True, tag=True):
-    """Run task number `task_index` of the worker's source once, against the engine at `base_url`."""
+    """Run task number `task_index` of the worker's source once, against the engine at `base_url`.
+
+    `adapter` is put into the samples.
+    """
 
     rollout_id: str
     task_index: int
@@ -134,6 +162,7 @@ class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     sampling: dict[str, float | int | str | None]
     evaluate: bool = False
     time_limit_s: float = 600.0
+    adapter: str = ""
 
 
 class CancelRollout(msgspec.Struct, kw_only=True, tag=True):
@@ -153,7 +182,8 @@ class RolloutDone(msgspec.Struct, kw_only=True, tag=True):
 class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples packed into one row of `sum(seq_lens)` tokens; streams as in `Sample`, all present but the weights.
 
-    `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each.
+    `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each, `adapters` the
+    adapter, whose sequences lie together (empty where there is one policy only).
     """
 
     token_ids: Array
@@ -164,10 +194,12 @@ class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     temperatures: Array
     seq_lens: list[int]
     sources: list[str]
+    adapters: list[str] = []
     rl_weights: Array | None = None
     ce_weights: Array | None = None
     ref_kl_weights: Array | None = None
     ref_logprobs: Array | None = None
+    routed_experts: RoutedExperts | None = None
 
     def position_ids(self) -> np.ndarray:
         """i8[n]: positions that restart at 0 with every packed sequence."""

@@ -1,4 +1,5 @@
-"""Weights on the shared filesystem: `weights/vL.S/` holds safetensors in Hugging Face layout and a manifest.
+"""Weights on the shared filesystem: `weights/vL.S/` holds safetensors in Hugging Face layout and a manifest; of
+adapters, a folder for each in the layout of PEFT.
 
 A version directory is written under a temporary name and renamed once its manifest lies in it, so that a directory
 with the final name is complete. Readers check the digests before a single tensor is used.
@@ -43,7 +44,8 @@ def digest_file(path: Path) -> str:
 
 def seal(directory: Path, version: PolicyVersion, dtype: str) -> WeightsManifest:
     """Write the manifest over the safetensors files of `directory` (flushed to disk)."""
-    files = {p.name: FileEntry(bytes=p.stat().st_size, digest=digest_file(p)) for p in _tensors(directory)}
+    files = {str(p.relative_to(directory)): FileEntry(bytes=p.stat().st_size, digest=digest_file(p))
+             for p in _tensors(directory)}  # fmt: skip
     manifest = WeightsManifest(version=str(version), dtype=dtype, files=files, digest=_combine(files))
     write_atomic(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     return manifest
@@ -88,7 +90,7 @@ def published_versions(weights: Path) -> list[PolicyVersion]:
 
 
 def _tensors(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.safetensors"))
+    return sorted(directory.rglob("*.safetensors"))
 
 
 def _combine(files: dict[str, FileEntry]) -> str:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 
 from prime_hpc.errors import InferenceFailure
-from prime_hpc.inference.engine import Piece
+from prime_hpc.inference.engine import ROUTED_FROM, Piece
 from prime_hpc.inference.protocol import GenerateRequest
 from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check, read_shapes
 from prime_hpc.inference.stamps import StampLog
@@ -63,6 +64,7 @@ class FakeEngine:
         self.faults = Faults(options.faults)
         self._policy = policy
         self._token_s = options.token_s
+        self._routing = options.routing
         self._seed = seed
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._step = 0
@@ -78,7 +80,9 @@ class FakeEngine:
         for i, token in enumerate(reply[:limit], start=1):
             await asyncio.sleep(token_s)
             await self._running.wait()
-            yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if i == min(limit, len(reply)) else None, None)
+            last = i == min(limit, len(reply))
+            experts = self._route(request, i, rng) if last and self._routing else None
+            yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts)
 
     async def pause(self, *, recompute: bool) -> None:
         self._running.clear()
@@ -101,6 +105,12 @@ class FakeEngine:
         begin = time.monotonic()
         n_tensors = sum(len(read_shapes(Path(directory) / name)) for name in self._manifest.files)
         return acknowledge(Path(acks), process, 0, self._manifest, begin=begin, n_tensors=n_tensors)
+
+    def _route(self, request: GenerateRequest, sampled: int, rng: random.Random) -> np.ndarray:
+        """Experts of every token that was computed, which the last one never is."""
+        layers, experts, top_k = self._routing
+        n = len(request.token_ids) - request.sampling_params.get(ROUTED_FROM, 0) + sampled - 1
+        return np.array([[rng.sample(range(experts), top_k) for _ in range(layers)] for _ in range(n)])
 
     def _limit(self, request: GenerateRequest) -> int:
         """Most tokens of a reply.

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.attention import choose_backend, open_attention
+from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.grouped import grouped_matmul, multiply_by_loop
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda:0")
@@ -66,7 +67,7 @@ def test_grouped_kernel_equals_the_loop_also_where_a_group_is_empty():
 def world() -> Iterator[World]:
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, DEVICE, init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)), dist.group.WORLD)
+    yield World(0, 1, DEVICE, Mesh.of("cuda", Degrees()), dist.group.WORLD)
     dist.destroy_process_group()
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from prime_hpc.config.run import RunConfig
+from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
+from prime_hpc.trainer.parallel.mesh import Mesh
 from tests.trainer_support import make_run
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ DEVICE = torch.device("cuda:0")
 def world() -> Iterator[World]:
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, DEVICE, init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)), dist.group.WORLD)
+    yield World(0, 1, DEVICE, Mesh.of("cuda", Degrees()), dist.group.WORLD)
     dist.destroy_process_group()
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from prime_hpc.cluster.faults import VARIABLE, Fault
 from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, GroupsDropped, read
+from tools.endurance import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -56,12 +56,12 @@ class RunDirectory:
     @property
     def cut(self) -> list[int]:
         """Steps whose batches were cut, by the journal."""
-        return [r.step for r, _ in read(self.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)]
+        return [r.step for r, _ in read(self.root / "rollouts" / "journal") if isinstance(r, BatchCut)]
 
     def ledger(self) -> dict[str, list[str]]:
         """Where every group that was ever opened went, by the journal: a batch, a reason for dropping it, or `open`."""
         fates: dict[str, list[str]] = {}
-        for record, _ in read(self.root / "rollouts" / "journal.bin"):
+        for record, _ in read(self.root / "rollouts" / "journal"):
             match record:
                 case GroupOpened():
                     fates[record.group_id] = []
@@ -73,23 +73,22 @@ class RunDirectory:
                         fates[group_id].append(record.reason)
         return fates
 
-    def survivors(self) -> list[str]:
-        """Command lines of processes that still work on this run."""
-        mine = []
-        for process in psutil.process_iter(["cmdline"]):
-            line = " ".join(process.info["cmdline"] or [])
-            if str(self.root) in line and "prime_hpc.launch" not in line:
-                mine.append(line)
-        return mine
+    def survivors(self) -> list[tuple[str, int]]:
+        """Processes that still work on this run, by name and id."""
+        return list(processes(self.root))
 
 
 class LocalRun(RunDirectory):
-    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess."""
+    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess.
 
-    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
+    Its processes are forked where `launcher` is `tools.forked`, which spares time where many are started again.
+    """
+
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = (),
+                 launcher: str = "prime_hpc.launch"):  # fmt: skip
         super().__init__(output_dir / name)
         env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-        command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+        command = [sys.executable, "-m", launcher, "+experiment=reverse_text_cpu", "launcher=local", *TINY,
                    f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
         self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip

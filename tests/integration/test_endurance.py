@@ -1,6 +1,9 @@
 """Whole runs on the fake engine in which processes die, hang or raise: the run goes on and nothing is lost."""
 
+import os
 import re
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,18 +11,21 @@ import pytest
 from prime_hpc.cluster import control
 from prime_hpc.cluster.faults import Fault
 from prime_hpc.orchestrator.journal import BatchCut, read
+from prime_hpc.plan.run_plan import read_forks
+from prime_hpc.transport.checkpoints import complete_steps
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import published_versions, verify
 from tests.integration.runs import LocalRun
 
 EVEN = "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}"
-QUICK = (EVEN, "checkpoint.every=3", "recovery.backoff_s=0.2", "recovery.hang_s=10")
+ForkedRun = partial(LocalRun, launcher="tools.forked")
+QUICK = (EVEN, "checkpoint.every=3", "checkpoint.keep_last=100", "recovery.backoff_s=0.2", "recovery.hang_s=10")
 
 
 def assert_whole(run: LocalRun, steps: int) -> None:
     """Every step was reported once and every group has one fate: what a run promises whatever happened to it."""
     assert run.reported == list(range(1, steps + 1))
-    assert [r.step for r, _ in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)] == list(
+    assert [r.step for r, _ in read(run.root / "rollouts" / "journal") if isinstance(r, BatchCut)] == list(
         range(1, steps + 1)
     )
     assert all(len(fate) == 1 for fate in run.ledger().values())
@@ -27,7 +33,7 @@ def assert_whole(run: LocalRun, steps: int) -> None:
 
 
 def kinds(run: LocalRun, unit: str) -> list[str]:
-    return [event["kind"] for event in run.events if event["unit"] == unit and event["kind"] != "ready"]
+    return [event["kind"] for event in run.events if event["unit"] == unit]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Loca
         Fault(process="env-reverse_text-0", point="sampling.during", action="raise", count=5),
         Fault(process="env-reverse_text-0", point="sampling.after", action="SIGKILL", count=90),
     ]
-    run = LocalRun(tmp_path_factory.mktemp("outputs"), tiny_model, "survivor", "max_steps=12", "trainer.ranks=2",
+    run = ForkedRun(tmp_path_factory.mktemp("outputs"), tiny_model, "survivor", "max_steps=12", "trainer.ranks=2",
                    "update.keep_versions=50", *QUICK, faults=faults)  # fmt: skip
     code, text = run.wait(400)
     assert code == 0, text
@@ -96,14 +102,14 @@ def test_a_unit_past_its_budget_that_nobody_can_stand_in_for_ends_the_run(tmp_pa
 
 
 def test_a_drained_run_saves_and_goes_on_with_the_batches_it_had(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "drained", "max_steps=200", *QUICK)
+    run = ForkedRun(tmp_path, tiny_model, "drained", "max_steps=200", *QUICK)
     run.wait_for_step(4)
     control.ask(run.root / "rendezvous" / "control", "drain", "maintenance", by="tester")
     code, text = run.wait()
     assert code == 0 and "draining, as tester asked: maintenance" in text and "drained: saved and left" in text
     steps = run.summary["steps"]
     assert run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
-    again = LocalRun(tmp_path, tiny_model, "drained", f"max_steps={steps + 3}", "resume=latest", *QUICK)
+    again = ForkedRun(tmp_path, tiny_model, "drained", f"max_steps={steps + 3}", "resume=latest", *QUICK)
     code, text = again.wait()
     assert code == 0, text
     assert_whole(again, steps + 3)
@@ -111,9 +117,38 @@ def test_a_drained_run_saves_and_goes_on_with_the_batches_it_had(tmp_path: Path,
 
 
 def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: LocalRun, tiny_model: Path) -> None:
-    run = LocalRun(survivor.root.parent, tiny_model, "fork", "max_steps=15", "trainer.ranks=1",
+    run = ForkedRun(survivor.root.parent, tiny_model, "fork", "max_steps=15", "trainer.ranks=1",
                    f"resume={survivor.root}/checkpoints/step_12", *QUICK)  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
     assert run.reported == run.cut == [13, 14, 15], "on one rank instead of two"
     assert run.summary["steps"] == 15 and survivor.summary["steps"] == 12
+
+
+def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that_time(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run = ForkedRun(tmp_path, tiny_model, "damaged", "max_steps=40", "update.keep_versions=50", *QUICK)
+    run.wait_for_step(10)
+    oldest, *newer = complete_steps(run.root / "checkpoints")
+    for step in newer:
+        next((run.root / "checkpoints" / f"step_{step}").glob("*.distcp")).write_bytes(b"damaged")
+    os.kill(run.record("trainer-0")["pid"], signal.SIGKILL)
+    code, text = run.wait()
+    assert code == 0, text
+    assert read_forks(run.root / "forks.json")[0].step == oldest
+    assert_whole(run, 40)
+    assert kinds(run, "orchestrator") == [], "it took the batches from its journal without a restart"
+
+
+def test_a_source_past_its_error_budget_has_the_run_save_and_leave(tmp_path: Path, tiny_model: Path) -> None:
+    """Of three tasks in turn the first ends well, and two have graders that fail: 12 of 20 episodes."""
+    zoo = "env.train=[{id: tests.integration.zoo, order: {name: sequential}, num_tasks: 3, sampling: {max_tokens: 8}}]"
+    run = ForkedRun(tmp_path, tiny_model, "paused", "max_steps=50", "seq_len=256", zoo, "pause.max_s=3",
+                   "orchestrator.drop_zero_advantage=false", EVEN)  # fmt: skip
+    code, text = run.wait()
+    assert code == 1
+    assert re.search(r"EnvironmentFailure: \d\d% of the last \d+ episodes of zoo failed, .*a pause of 3 s", text)
+    steps = run.summary["steps"]
+    assert steps >= 1 and run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
+    assert run.reported == list(range(1, steps + 1)) and not run.survivors()

@@ -1,6 +1,7 @@
 """The fake engine keeps the protocol of the real one: stamps, pauses, verified weights, and faults on demand."""
 
 import asyncio
+import binascii
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from renderers.client import parse_generate_response
 from safetensors.numpy import save_file
 
 from prime_hpc.config.inference import InferenceConfig
@@ -66,6 +68,19 @@ def make_weights(directory: Path, version: PolicyVersion) -> Path:
     save_file({"a": np.zeros(3, np.float32), "b": np.ones(2, np.float32)}, directory / "model.safetensors")
     seal(directory, version, "float32")
     return directory
+
+
+def test_experts_are_sent_as_the_rollout_client_reads_them(engine: Maker) -> None:
+    """All tokens from the one asked for, but the last, which is never computed."""
+    process = engine(routing=[3, 300, 2])
+    body = {"token_ids": prompt("abcd"), "sampling_params": {"routed_experts_prompt_start": 2}}
+    payload = parse_generate_response(process.post("/inference/v1/generate", body).content)
+    [choice] = payload["choices"]
+    sent = choice["routed_experts"]
+    rows = len(body["token_ids"]) - 2 + len(choice["token_ids"]) - 1
+    assert (sent["shape"], sent["start"], sent["dtype"]) == ([rows, 3, 2], 2, "uint16")
+    experts = np.frombuffer(binascii.a2b_base64(sent["data"]), "<u2").reshape(sent["shape"])
+    assert 255 < experts.max() < 300
 
 
 def test_a_skilled_policy_reverses_and_is_stamped(engine: Maker) -> None:

@@ -57,6 +57,18 @@ def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, Loca
     assert evaluated[4]["eval/held_out/version"] == 4
 
 
+def test_the_end_comes_after_the_last_save_and_evaluation_and_everybody_leaves_alone(
+    finished: tuple[LocalRun, LocalRun],
+) -> None:
+    run = finished[0]
+    complete = (run.root / "rendezvous" / "complete").stat().st_mtime
+    assert (run.root / "checkpoints" / "step_4" / "manifest.json").stat().st_mtime <= complete
+    assert (run.root / "metrics.jsonl").stat().st_mtime <= complete
+    assert [event["kind"] for event in run.events] == ["start", "complete"]
+    for server in ("inference-0", "env-reverse_text-0"):
+        assert "the run is complete, leaving" in run.log(server)
+
+
 def test_records_hold_ids_versions_and_advantages(finished: tuple[LocalRun, LocalRun]) -> None:
     records = list(read_records(record_path(finished[0].root / "rollouts", 1)))
     assert len(records) == 16
@@ -69,12 +81,12 @@ def test_records_hold_ids_versions_and_advantages(finished: tuple[LocalRun, Loca
 def test_checkpoints_and_journal_agree(finished: tuple[LocalRun, LocalRun]) -> None:
     run = finished[0]
     assert complete_steps(run.root / "checkpoints") == [2, 4]
-    cut = [r.step for r, _ in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)]
+    cut = [r.step for r, _ in read(run.root / "rollouts" / "journal") if isinstance(r, BatchCut)]
     assert cut == [1, 2, 3, 4]
 
 
 def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path: Path, tiny_model: Path) -> None:
-    arguments = (SKILL, "checkpoint.every=2")
+    arguments = (SKILL, "checkpoint.every=2", "checkpoint.keep_last=500")
     run = LocalRun(tmp_path, tiny_model, "stopped", "max_steps=500", *arguments)
     run.wait_for_step(3)
     run.process.send_signal(signal.SIGINT)
@@ -91,7 +103,7 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     assert again.summary["steps"] == saved[-1] + 8
     rows = [r["step"] for r in again.metrics if "loss" in r]
     assert rows[-8:] == list(range(saved[-1] + 1, saved[-1] + 9))
-    cut = [r.step for r, _ in read(run.root / "rollouts" / "journal.bin") if isinstance(r, BatchCut)]
+    cut = [r.step for r, _ in read(run.root / "rollouts" / "journal") if isinstance(r, BatchCut)]
     assert cut == list(range(1, saved[-1] + 9)), "no batch is cut twice, none is missing"
     newest = published_versions(run.root / "weights")[-1]
     assert newest == PolicyVersion(1, saved[-1] + 8), "versions past the checkpoint were abandoned: a new lineage"

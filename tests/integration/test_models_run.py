@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.run import RunConfig
+from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.tiny import make_char_tokenizer
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.parallel.mesh import Mesh
 from tests.models_support import assert_near, checkpoint_gradients, save_model
 from tests.trainer_support import TrainerRun, make_run
 
@@ -31,9 +32,9 @@ def make_row(rank: int) -> PackedRow:
 
 
 def compute_gradients(rank: int, root: Path) -> None:
-    """One of two ranks: gradients of the mean of all ranks' summed log-probabilities, in files."""
+    """One of two ranks: gradients of the sum of all ranks' log-probabilities, in files."""
     dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), 2), rank=rank, world_size=2)
-    world = World(rank, 2, torch.device("cpu"), init_device_mesh("cpu", (2,)), dist.group.WORLD)
+    world = World(rank, 2, torch.device("cpu"), Mesh.of("cpu", Degrees(dp_shard=2)), dist.group.WORLD)
     for i, (_, impl) in enumerate(SHARDED):
         config = RunConfig()
         config.model.path, config.model.impl = str(root / str(i)), impl
@@ -55,7 +56,7 @@ def test_gradients_over_two_ranks_equal_those_of_transformers(tmp_path):
         for rank in range(2):
             for document in make_row(rank).token_ids.split(SEQ_LENS):
                 scores = hf(input_ids=document[None]).logits[0, :-1].log_softmax(-1)
-                (scores.gather(-1, document[1:, None]).sum() / 2).backward()
+                scores.gather(-1, document[1:, None]).sum().backward()
         expected, gradients = checkpoint_gradients(hf), load_file(tmp_path / f"{i}.safetensors")
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
@@ -118,6 +119,24 @@ def test_a_resumed_sparse_run_goes_on_with_its_corrections(tmp_path, sparse_mode
                        max_steps=2, **settings).record(2).train()  # fmt: skip
     expected = whole.weights("0.2")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights("0.2").items())
+
+
+def test_muon_over_two_ranks_is_muon_on_one_and_its_checkpoint_resumes_there(tmp_path):
+    """Seven experts of a layer, and matrices with rows for both ranks."""
+    save_model("qwen3_moe", tmp_path / "base")
+    make_char_tokenizer(tmp_path / "base")
+    settings = {"optimizer": {"name": "muon", "weight_decay": 0.1, "warmup_steps": 0}, "update": {"keep_versions": 9}}
+    one = make_run(tmp_path / "one", tmp_path / "base", max_steps=2, **settings).record(2).train()
+    two = make_run(tmp_path / "two", tmp_path / "base", ranks=2, max_steps=1, **settings).record(1).train_in_processes()
+    start, step = one.weights("0.0"), one.weights("0.1")
+    for name, tensor in two.weights("0.1").items():
+        torch.testing.assert_close(tensor, step[name], rtol=0, atol=1e-6)
+    moved = step["model.layers.0.mlp.experts.6.up_proj.weight"] - start["model.layers.0.mlp.experts.6.up_proj.weight"]
+    assert moved.norm() == pytest.approx(1e-3 * 0.2 * 32**0.5 * 16**0.5, rel=0.4)
+    resumed = make_run(tmp_path / "two", tmp_path / "base", attempt=2, checkpoint_path=two.paths.checkpoint(1),
+                       max_steps=2, **settings).record(2).train()  # fmt: skip
+    for name, tensor in resumed.weights("0.2").items():
+        torch.testing.assert_close(tensor, one.weights("0.2")[name], rtol=0, atol=2e-6)
 
 
 def test_two_ranks_train_a_sparse_model_like_one(tmp_path, sparse_model):

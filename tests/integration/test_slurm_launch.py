@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from prime_hpc.cluster.control import take
 from prime_hpc.config.schema import parse
 from prime_hpc.errors import InfrastructureFailure
-from prime_hpc.launchers.slurm.executor import find, submit
+from prime_hpc.launchers.slurm.executor import find, submit, submit_missing
 from prime_hpc.launchers.slurm.sbatch import render_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
 from prime_hpc.plan.build import Attempt, build_plan
@@ -102,6 +102,22 @@ def test_linked_jobs_are_submitted_and_cancelled_together(tmp_path: Path, comman
         "scancel 41 42",
     ]
     assert (job.process("trainer-0").job_id, job.process("inference-0").job_id) == ("41", "42")
+
+
+@pytest.mark.parametrize(("state", "ids"), [("RUNNING", ["41", "42"]), ("TIMEOUT", ["41", "43"]), ("", ["41", "43"])])
+def test_a_linked_job_that_has_ended_is_submitted_again(
+    state: str, ids: list[str], tmp_path: Path, commands: Path
+) -> None:
+    plan = make_plan(tmp_path / "run", "slurm_linked")
+    submit(plan)
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho 42 {state}\n" if state else "#!/bin/sh\nexit 1\n")
+    squeue.chmod(0o755)
+    plan.attempt = 2
+    submit_missing(plan)
+    assert json.loads((tmp_path / "run" / "job.json").read_text()) == {"attempt": 2, "job_ids": ids}
+    again = [line for line in commands.read_text().splitlines()[2:] if line.startswith("sbatch")]
+    assert again == [f"sbatch {tmp_path}/run/job.inference.sbatch"] * (ids[1] == "43")
 
 
 def test_what_sbatch_says_is_told_and_earlier_jobs_are_cancelled(tmp_path: Path, commands: Path) -> None:

@@ -3,8 +3,6 @@
 import json
 import math
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +90,7 @@ def test_two_ranks_train_like_one_and_their_checkpoint_resumes_on_one(tmp_path, 
         assert two.report(2).metrics[metric] == pytest.approx(one.report(2).metrics[metric], rel=1e-4), metric
     resumed = make_run(tmp_path / "two", tiny_model, attempt=2, checkpoint_path=two.paths.checkpoint(2), max_steps=3)
     resumed.record(3).train()
+    assert resumed.report(3).metrics["loss"] == pytest.approx(one.report(3).metrics["loss"], abs=1e-6)
     for name, tensor in resumed.weights("0.3").items():
         torch.testing.assert_close(tensor, one.weights("0.3")[name], rtol=0, atol=2e-6)
 
@@ -127,18 +126,6 @@ def test_a_damaged_checkpoint_is_refused_by_file(tmp_path, tiny_model):
         resumed.train()
 
 
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system that holds one and a half checkpoints of the tiny model; needs the right to mount."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(tmp_path, small_disk, tiny_model, caplog):
     run = make_run(tmp_path / "run", tiny_model, max_steps=5, checkpoint={"every": 2, "keep_last": 1}).record(5)
     run.paths.checkpoints.rmdir()
@@ -152,3 +139,24 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(tmp_path, small_disk, 
     assert verify(run.paths.weights_version("0.5"))
     assert sorted(p.name for p in small_disk.iterdir()) == ["step_2"]
     assert checkpoints.verify(run.paths.checkpoint(2)).step == 2
+
+
+def test_a_read_only_file_system_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, small_disk, tiny_model):
+    settings = {"checkpoint": {"every": 2, "keep_last": 1}}
+    first = make_run(tmp_path / "run", tiny_model, max_steps=2, **settings).record(4)
+    first.paths.checkpoints.rmdir()
+    first.paths.checkpoints.symlink_to(small_disk)
+    first.train()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run = make_run(tmp_path / "run", tiny_model, attempt=2, checkpoint_path=first.paths.checkpoint(2), max_steps=4,
+                   **settings)  # fmt: skip
+    with pytest.raises(OSError, match="Read-only file system"):
+        run.train()
+    assert checkpoints.verify(run.paths.checkpoint(2)).step == 2
+
+
+def test_a_fenced_attempt_announces_no_weights(tmp_path, tiny_model):
+    run = make_run(tmp_path, tiny_model, max_steps=1).record(1)
+    with pytest.raises(InfrastructureFailure, match="attempt 2 has taken over from attempt 1"):
+        run.train(lease=2)
+    assert published_versions(run.paths.weights) == []

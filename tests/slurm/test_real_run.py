@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import REPOSITORY
-from tests.slurm.test_runs import SlurmRun
+from tests.slurm.slurm_runs import SlurmRun
 from tools.slurm_sandbox import SlurmSandbox
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

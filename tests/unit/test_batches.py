@@ -90,7 +90,8 @@ def test_baselines_of_self_play_go_on_where_the_last_attempt_stopped() -> None:
 def recorded(step: int, made: Group, sample_ids: list[str], before: dict[str, dict[str, float]]) -> RecordedBatch:
     opened = GroupOpened(group_id=made.group_id, source=made.source, draw=0, task_index=0, version=made.version)
     cut = BatchCut(step=step, lineage=0, group_ids=[made.group_id], sample_ids=sample_ids)
-    return RecordedBatch(cut, [RecordedGroup(opened, made.done)], 7, Memory(credit=before))
+    groups = [RecordedGroup(opened=opened, done=made.done)]
+    return RecordedBatch(cut=cut, groups=groups, offset=7, before=Memory(credit=before))
 
 
 def test_batches_made_again_carry_the_same_advantages() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.memory import oom_kills
 from prime_hpc.commands import doctor, logs, resume, status, stop
 from prime_hpc.config.run import RunConfig
@@ -54,6 +55,14 @@ def test_doctor_as_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_directory_without_a_run_is_refused(command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path)]) == 2
     assert "expected a run directory, with a plan.json" in capsys.readouterr().err
+
+
+def test_status_says_how_long_the_run_took_to_its_first_step(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(
+        run.paths.startup, {"queued_s": 3.0, "seconds": {"supervisor": 1.25, "trainer": 20.0, "first step": 31.5}}
+    )
+    assert status.main([str(run.paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "first step after 31.5 s (supervisor 1.2, trainer 20.0)"
 
 
 def test_status_is_a_row_a_component(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,13 +20,14 @@ def test_all_problems_come_at_once():
         "max_step": 10,
         "seed": "one",
         "orchestrator": {"batch_size": 0, "group_sise": 4},
-        "optimizer": {"name": "adam", "lr": -1},
+        "optimizer": {"name": "adamw", "lr": -1},
+        "loss": {"name": "adam"},
         "env": {"train": [{"ratio": 0}]},
     }
     with pytest.raises(ConfigurationError) as caught:
         parse(raw)
     assert {p.key for p in caught.value.problems} == {
-        "max_step", "seed", "orchestrator.batch_size", "orchestrator.group_sise", "optimizer.name", "optimizer.lr",
+        "max_step", "seed", "orchestrator.batch_size", "orchestrator.group_sise", "loss.name", "optimizer.lr",
         "env.train.0.id", "env.train.0.ratio",
     }  # fmt: skip
     text = str(caught.value)
@@ -77,8 +78,8 @@ def test_a_section_without_its_variant_lists_them():
     [
         ({"seq_len": "long"}, "a whole number"),
         ({"seq_len": 0}, "at least 1"),
-        ({"optimizer": {"lr": "fast"}}, "a number"),
-        ({"optimizer": {"max_grad_norm": 0}}, "more than 0.0"),
+        ({"optimizer": {"name": "adamw", "lr": "fast"}}, "a number"),
+        ({"optimizer": {"name": "adamw", "max_grad_norm": 0}}, "more than 0.0"),
         ({"env": {"error_budget": 1.5}}, "at most 1.0"),
         ({"trainer": {"compile": "maybe"}}, "true or false"),
         ({"run": {"output_dir": True}}, "text"),

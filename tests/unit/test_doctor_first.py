@@ -65,6 +65,14 @@ def test_a_dead_engine_precedes_the_orchestrator_that_missed_it(run: RunDir) -> 
     assert (diagnosis.evidence[0].line, diagnosis.followed) == (2, ["orchestrator-0: engine does not answer, -3.0 s"])
 
 
+def test_a_restart_that_was_asked_for_once_too_often_is_told_by_its_reason(run: RunDir) -> None:
+    reason = "orchestrator-0 asked: CorruptData: inference-0 refused the weights: v0.3 does not match its digest"
+    run.event("asked", at=60, process="trainer-0", reason=reason)
+    run.event("stop", at=60.1, reason="failed")
+    diagnosis = run.diagnose(now=100)
+    assert (diagnosis.process, diagnosis.cause) == ("trainer-0", "corrupt weights")
+
+
 def test_an_environment_that_does_not_load_precedes_the_deadline_of_its_hello(run: RunDir) -> None:
     error = "EnvironmentFailure: source 'words': environment 'words' does not load: RuntimeError: no words"
     run.failed("env-words-0", error, at=20)

@@ -3,6 +3,7 @@
 import math
 import zlib
 
+import msgspec
 import numpy as np
 import pytest
 import verifiers.v1 as vf
@@ -63,6 +64,24 @@ def test_equal_completions_take_their_stamps_in_order() -> None:
 
 def test_a_stamp_of_other_tokens_is_not_taken() -> None:
     assert token_versions([np.array([5, 6])], [stamp([6, 5], ("0.0", 0, 2))])[0].tolist() == [NOT_SAMPLED] * 2
+
+
+def test_experts_of_a_branch_come_with_its_sample_up_to_the_limit() -> None:
+    nodes = [said(None, [1, 2]), replied(0, [], [10, 11])]
+    for i, node in enumerate(nodes):
+        node.routed_experts = np.full((2, 3, 2), i, dtype=np.uint8)
+    [sample], _ = make_samples(make_trace(*nodes), [stamp([10, 11], ("0.0", 0, 2))], "s", 3)
+    assert sample.routed_experts.numpy()[:, 0].tolist() == [[0, 0], [0, 0], [1, 1]]
+    nodes[1].routed_experts = None
+    [sample], _ = make_samples(make_trace(*nodes), [stamp([10, 11], ("0.0", 0, 2))], "s", 3)
+    assert sample.routed_experts is None
+
+
+def test_samples_carry_the_adapter_that_was_asked_for() -> None:
+    request = msgspec.structs.replace(REQUEST, model="games", adapter="games")
+    episode = make_episode(make_trace(said(None, [1]), replied(0, [], [10]), model="games"))
+    rollout = make_rollout(request, "s", episode, {t.id: [] for t in episode.traces}, 32, 1.5)
+    assert [sample.adapter for sample in rollout.samples] == ["games"]
 
 
 def test_a_reply_shared_by_branches_is_trained_once() -> None:

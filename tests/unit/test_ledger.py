@@ -21,12 +21,11 @@ STEADY = Timings(rollouts=[2.0], compute=[1.0], fixed=[0.0], pause=0.0)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """Submitted 40 s before its start; all units ready after 9 s; a rank fails; it completes after half an hour."""
+    """It waited 40 s in the queue; engines were ready after 9 s; a rank fails; it completes after half an hour."""
     made = RunDir(tmp_path / "mine")
-    made.paths.job.write_text(json.dumps({"attempt": 1, "job_ids": [], "time": START - 40}))
+    made.paths.startup.parent.mkdir(exist_ok=True)
+    made.paths.startup.write_text(json.dumps({"queued_s": 40.0, "seconds": {"inference": 9.0, "trainer": 5.0}}))
     made.event("start", at=0)
-    for unit, at in (("inference-0", 9), ("trainer", 5), ("orchestrator", 2)):
-        made.event("ready", at=at, unit=unit)
     made.step(1, at=30, **{"idle/inference": 0.5, "idle/trainer": 0.1})
     made.event("exit", at=60, process="trainer-1", exit_code=1, reason="no more")
     made.event("restart", at=61, unit="trainer", restart=1)
@@ -40,7 +39,7 @@ def test_a_ledger_says_where_the_time_went(run: RunDir) -> None:
     ledger = read_ledger(run.paths.root, START + 9999)
     [attempt] = ledger.attempts
     assert (attempt.queued_s, attempt.first_step_s, attempt.worked_s) == (40.0, 30.0, 1800.0)
-    assert attempt.ready_s == {"inference": 9.0, "trainer": 5.0, "orchestrator": 2.0}
+    assert attempt.startup_s == {"inference": 9.0, "trainer": 5.0}
     assert attempt.recoveries == [Recovery("trainer", "no more", 15.0)]
     assert attempt.ending == "complete: "
     assert ledger.idle == {"inference": 0.25, "trainer": 0.2}
@@ -51,7 +50,7 @@ def test_an_attempt_at_work_counts_until_now(run: RunDir) -> None:
     RunDir(run.paths.root, attempt=2).event("start", at=2000)
     attempts = read_ledger(run.paths.root, START + 2100).attempts
     assert [attempt.worked_s for attempt in attempts] == [1800.0, 100.0]
-    assert attempts[1].queued_s is None and attempts[1].first_step_s is None
+    assert attempts[0].queued_s is None and attempts[1].first_step_s is None
 
 
 def test_status_shows_the_ledger(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from prime_hpc.transport.messages import (
     RankBatch,
     Rollout,
     RolloutDone,
+    RoutedExperts,
     RunRollout,
     Sample,
     StepReport,
@@ -34,6 +35,8 @@ SAMPLE = Sample(
     logprobs=Array.of([0, -1.5], "f4"),
     versions=Array.of([NOT_SAMPLED, V.pack()], "i8"),
     advantages=Array.of([0, 0.25], "f4"),
+    adapter="games",
+    routed_experts=RoutedExperts.of(np.array([[[0, 3]], [[-1, -1]]])),
 )
 MICRO = MicroBatch(
     token_ids=Array.of([1, 2, 3], "i4"),
@@ -58,6 +61,13 @@ MESSAGES = [
     RankBatch(step=4, rank=1, micro_batches=[MICRO], sample_ids=["r/0"], journal_offset=99),
     RankBatch(step=5, rank=1, micro_batches=[], sample_ids=[], journal_offset=99, last=True),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [([0, 255], "u1"), ([0, 256], "i2"), ([-1, 3], "i2")])
+def test_experts_take_a_byte_each_where_that_holds_them(experts, dtype):
+    packed = RoutedExperts.of(np.array(experts).reshape(1, 1, 2))
+    assert packed.ids.dtype == dtype
+    assert packed.numpy().tolist() == [[experts]]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)

@@ -9,7 +9,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.models.families import MODULES, choose_implementation, find_model_problems, find_obstacle, load_family
 
 OBSTACLES = {
-    "gpt2 is not among glm4_moe, llama, qwen3, qwen3_moe": {"model_type": "gpt2"},
+    "gpt2 is not among glm4_moe, llama, qwen2, qwen3, qwen3_moe": {"model_type": "gpt2"},
     "it has sliding-window attention": {"model_type": "qwen3", "use_sliding_window": True},
     "its activation is gelu, not silu": {"model_type": "llama", "hidden_act": "gelu"},
     "its rotary embedding is longrope, not one of default, linear, llama3, yarn": {
@@ -57,7 +57,18 @@ def test_native_is_refused_before_anything_starts_where_it_cannot_run(tmp_path):
     config = make_config(tmp_path, "native", model_type="gpt2")
     config.trainer.attn = "eager"
     assert [str(problem) for problem in find_model_problems(config)] == [
-        "model.impl = 'native': expected auto or hf for this model, since gpt2 is not among glm4_moe, llama, qwen3, "
-        "qwen3_moe",
+        "model.impl = 'native': expected auto or hf for this model, since gpt2 is not among glm4_moe, llama, qwen2, "
+        "qwen3, qwen3_moe",
         "trainer.attn = 'eager': expected auto, or another that packs documents",
     ]
+
+
+def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
+    config = make_config(tmp_path, "hf", model_type="qwen3_moe", num_experts=8)
+    assert find_model_problems(config) == []
+    config.trainer.router_replay, config.lora.rank = True, 8
+    assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay", "lora.targets"]
+    config.lora.targets.remove("experts")
+    assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay"]
+    config.model.impl = "auto"
+    assert find_model_problems(config) == []

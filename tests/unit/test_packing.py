@@ -2,13 +2,15 @@
 
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
 from prime_hpc.algorithms.packing import arrange, pack
+from prime_hpc.algorithms.tenants import split_by_adapter
 from prime_hpc.models.spec import train_flops
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, PolicyVersion, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, PolicyVersion, RoutedExperts, Sample
 from tools.bench_packing import SHAPE, lognormal_lengths, measure
 
 
@@ -163,3 +165,34 @@ def test_rl_token_without_advantage_is_refused():
 def test_batch_without_samples_is_refused():
     with pytest.raises(ValueError, match="without samples"):
         pack([], 2, max_tokens=4)
+
+
+def test_experts_follow_their_tokens_and_are_negative_where_there_is_no_record():
+    experts = np.arange(12).reshape(3, 2, 2)
+    recorded = msgspec.structs.replace(sample(3, "a"), routed_experts=RoutedExperts.of(experts))
+    [[micro]] = pack([recorded, sample(2, "b")], 1, 8)
+    assert micro.sources == ["a", "b"]
+    assert micro.routed_experts.numpy().tolist() == [*experts.tolist(), *np.full((2, 2, 2), -1).tolist()]
+    [[cut]] = pack([recorded], 1, 2)
+    assert cut.routed_experts.numpy().tolist() == experts[:2].tolist()
+    assert pack([sample(2)], 1, 8)[0][0].routed_experts is None
+
+
+def of_adapter(n: int, adapter: str) -> Sample:
+    return msgspec.structs.replace(sample(n, f"{adapter}{n}"), adapter=adapter)
+
+
+def test_sequences_of_an_adapter_lie_together_and_can_be_taken_apart():
+    [[micro]] = pack([of_adapter(4, "b"), of_adapter(3, "a"), of_adapter(2, "b")], 1, 16)
+    assert (micro.adapters, micro.seq_lens) == (["a", "b", "b"], [3, 4, 2])
+    a, b = split_by_adapter(micro)
+    assert (a.adapter, a.tokens, b.adapter, b.tokens) == ("a", slice(0, 3), "b", slice(3, 9))
+    assert (b.micro.seq_lens, b.micro.sources, b.micro.adapters) == ([4, 2], ["b4", "b2"], ["b", "b"])
+    assert b.micro.token_ids.numpy().tolist() == [0, 1, 2, 3, 0, 1]
+    assert a.micro.position_ids().tolist() == [0, 1, 2]
+
+
+def test_a_row_of_one_policy_stays_whole():
+    [[micro]] = pack([sample(4), sample(3)], 1, 16)
+    [part] = split_by_adapter(micro)
+    assert micro.adapters == [] and part.micro is micro and (part.adapter, part.tokens) == ("", slice(0, 7))

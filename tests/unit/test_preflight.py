@@ -65,7 +65,9 @@ def test_a_dead_device_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_node_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert inspect_gpus(0) == Finding("GPUs", True, "no GPU")
-    assert inspect_gpus(8) == Finding("GPUs", False, "no GPU, 8 are needed (no nvidia-smi)")
+    assert inspect_gpus(8) == Finding("GPUs", False, "no GPU; 8 are needed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert inspect_gpus(2) == Finding("GPUs", True, "2 GPUs, not examined: no nvidia-smi")
     assert fabric.inspect_fabric(tmp_path, 0, 2, 0, 100.0) == Finding("fabric", True, "no GPU")
 
 
@@ -120,6 +122,19 @@ def test_everything_that_is_missing_is_in_the_verdict(tmp_path: Path, capsys: py
     assert "packages: no module no_such_module" in said
     assert f"of 1000000000 GiB free in {tmp_path}" in said
     assert "1 nodes handed in no report" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_without_the_folder_is_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = run_preflight(tmp_path / "absent", capsys, "--timeout-s", "0")
+    assert code == 1 and f"shared folder: no folder {tmp_path}/absent" in shown
+    assert not (tmp_path / "absent").exists()
+
+
+def test_beside_a_run_at_work_gpus_may_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_gpus(tmp_path, monkeypatch, gpu(0, used=70_000))
+    assert not inspect_gpus(1, tmp_path).fit
+    assert inspect_gpus(1, tmp_path, in_use=True).fit
 
 
 def test_a_skewed_clock_is_that_of_the_node_that_has_it(tmp_path: Path) -> None:

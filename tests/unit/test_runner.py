@@ -9,10 +9,24 @@ import pytest
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import EnvironmentFailure
+from prime_hpc.orchestrator import budget as budget_module
 from prime_hpc.orchestrator import runner as module
 from prime_hpc.orchestrator.fleet import Engine
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
+
+
+class Clock:
+    """Time that passes when a test, or a pause, says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Pool:
@@ -83,10 +97,68 @@ def test_an_environment_s_failure_is_not_tried_again(monkeypatch: pytest.MonkeyP
     assert len(pool.requests) == 1
 
 
-def test_a_source_past_its_error_budget_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, _ = make(Pool([None] * 9 + ["environment"]), monkeypatch)
-    for i in range(18):
+PLANTED = [None] * 9 + ["environment"] * 11
+WHY = "55% of the last 20 episodes of words failed, more than env.error_budget = 50%; the last one: Planted: as told"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Pauses between tries pass at once, on a clock of the test's."""
+    clock = Clock()
+    monkeypatch.setattr(budget_module, "time", clock)
+    monkeypatch.setattr(budget_module, "asyncio", SimpleNamespace(Lock=asyncio.Lock, sleep=clock.sleep))
+    return clock
+
+
+def test_a_source_past_its_error_budget_pauses_until_an_episode_ends_well(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    runner, _ = make(Pool([*PLANTED, "environment", "infrastructure", None]), monkeypatch)
+    for i in range(19):
         run(runner, f"g-{i}")
-    with pytest.raises(EnvironmentFailure, match="55% of the last 20 episodes of words failed.*budget = 50%.*as told"):
-        for i in range(2):
-            run(runner, f"h-{i}")
+    assert (clock.now, runner.paused) == (0, None)
+    run(runner, "g-19")
+    assert runner.paused == WHY and runner.paused_too_long is None
+    run(runner, "g-20")
+    assert runner.paused == WHY and clock.now == budget_module.PROBE_S
+    run(runner, "g-21")
+    assert runner.paused is None
+    run(runner, "g-22")
+    assert clock.now == 3 * budget_module.PROBE_S, "three tries waited for their turn, one that said nothing among them"
+
+
+def test_an_episode_at_a_time_is_tried_during_a_pause(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    runner, _ = make(Pool(PLANTED), monkeypatch)
+
+    async def scenario() -> None:
+        for i in range(20):
+            await runner.run(f"g-{i}", "words", 5, PolicyVersion(0, 3))
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(3):
+                tasks.create_task(runner.run(f"h-{i}", "words", 5, PolicyVersion(0, 3)))
+            await asyncio.sleep(0)
+        assert clock.now == 3 * budget_module.PROBE_S
+        runner.release()
+        await runner.run("last", "words", 5, PolicyVersion(0, 3))
+        assert clock.now == 3 * budget_module.PROBE_S, "a run that leaves waits no more"
+
+    asyncio.run(scenario())
+
+
+def test_pauses_add_up_until_a_whole_window_is_good(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    flaky = [*PLANTED, None]
+    runner, _ = make(Pool([*flaky, *flaky, *[None] * 100, "environment"]), monkeypatch)
+    for i in range(20):
+        run(runner, f"a-{i}")
+    clock.now += 400
+    run(runner, "a-20")
+    for i in range(20):
+        run(runner, f"b-{i}")
+    clock.now += 200
+    failure = runner.paused_too_long
+    assert isinstance(failure, EnvironmentFailure)
+    assert str(failure) == f"{WHY}; saved and left after a pause of 605 s"
+    for i in range(1 + 100 + 51):
+        run(runner, f"c-{i}")
+    clock.now += 599
+    assert runner.paused.startswith("51% of the last 100 episodes") and runner.paused_too_long is None

@@ -65,7 +65,7 @@ def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = Non
     for key, value in settings.items():
         setattr(config.orchestrator, key, value)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
-    journal = journal or Journal.start(tmp_path / "journal.bin")
+    journal = journal or Journal.start(tmp_path / "journal")
     stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
     stream.restore(journal.state)
     return Scheduler(role, gate, stream, clock, journal)
@@ -164,7 +164,7 @@ def test_restored_groups_run_what_is_missing_under_the_same_task(tmp_path: Path)
         offset = journal.offset
         await stopped(scheduler, task)
 
-        journal = Journal.reopen(tmp_path / "journal.bin", 0, offset, rewind=True)
+        journal = Journal.reopen(tmp_path / "journal", 0, offset, rewind=True)
         gate, again = Gate(), None
         again = make(tmp_path, gate, clock, journal)
         again.restore(journal.state)

@@ -1,4 +1,4 @@
-"""How an attempt that ends is taken down."""
+"""Requests and failures: what is started again, how often, and how an attempt that ends is taken down."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,9 +7,12 @@ import pytest
 
 from prime_hpc.cluster import control
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.config.recovery import FailurePolicy, RecoveryConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.launchers.supervisor import Ending, Supervisor
 from prime_hpc.observe.events import read_events
+from prime_hpc.plan.run_plan import NodeGroup, ProcessPlan
+from prime_hpc.plan.units import Unit
 
 SILENT = SimpleNamespace(show=lambda snapshot: None, say=lambda text: None)
 IDLE = SimpleNamespace(stop=lambda running, grace_s: None)
@@ -41,3 +44,41 @@ def test_a_finished_run_is_complete(paths: RunPaths) -> None:
     (paths.rendezvous / "complete").touch()
     assert run(paths).kind == "complete"
     assert [(e.kind, e.reason) for e in read_events(paths.root, 1)][1:] == [("complete", "complete")]
+
+
+class Doubtful:
+    """A unit that runs without end, and whose weights somebody finds damaged whenever it was started."""
+
+    def __init__(self, paths: RunPaths):
+        self._paths, self.starts = paths, 0
+
+    def start(self, unit: Unit, restart: int) -> "Doubtful":
+        self.starts += 1
+        control.ask(self._paths.control, "restart", "CorruptData: damaged", unit=unit.name, by="orchestrator-0")
+        return self
+
+    def stop(self, running: list["Doubtful"], grace_s: float) -> None:
+        pass
+
+    def exits(self) -> dict[str, int | None]:
+        return {"inference-0": None}
+
+    def last_words(self, process: str) -> str:
+        return "its log"
+
+
+def test_restarts_that_are_asked_for_count_in_the_budget(paths: RunPaths) -> None:
+    policy = FailurePolicy(max_restarts=2)
+    config = RunConfig(recovery=RecoveryConfig(inference=policy, backoff_s=0.01, backoff_max_s=0.01))
+    process = ProcessPlan(name="inference-0", component="inference", index=0, node=0, command=[], log="")
+    unit = Unit("inference-0", [process], NodeGroup(name="inference", first=0, nodes=1, gpus=0))
+    doubtful = Doubtful(paths)
+    supervisor = Supervisor(SimpleNamespace(attempt=1, processes=[process]), config, paths, doubtful, SILENT,
+                            units=[unit])  # fmt: skip
+    ending = supervisor.run()
+    supervisor.stop()
+    reason = "orchestrator-0 asked: CorruptData: damaged"
+    assert (ending.kind, ending.failure.reason, doubtful.starts) == ("failed", reason, 3)
+    events = read_events(paths.root, 1)
+    assert [e.kind for e in events] == ["start", "asked", "restart", "asked", "restart", "asked", "stop"]
+    assert events[1].reason == reason

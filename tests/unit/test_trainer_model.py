@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,9 +18,11 @@ from transformers import (
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
+from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
+from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.probe import sample_replies
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,8 +40,7 @@ SEQ_LENS = [5, 1, 9, 5, 12]
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    yield World(0, 1, torch.device("cpu"), mesh, dist.group.WORLD)
+    yield World(0, 1, torch.device("cpu"), Mesh.of("cpu", Degrees()), dist.group.WORLD)
     dist.destroy_process_group()
 
 

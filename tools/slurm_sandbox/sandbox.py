@@ -157,6 +157,11 @@ class SlurmSandbox:
         self.kill_slurmd(node)
         daemons.kill(daemons.job_processes(self.layout, node))
 
+    def hide(self, node: str, folder: Path) -> None:
+        """Cover a folder with an empty one in what the node sees, as where a shared file system is not mounted."""
+        [process] = self._alive(slurmd_name(node))
+        self.run(startup.mount_command(self.layout, process.pid, folder))
+
     def give_up(self, node: str) -> None:
         """Have the controller call a node down at once, rather than after a quarter of a minute of silence."""
         self.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])

@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import subprocess
+from pathlib import Path
 
 from prime_hpc.errors import InfrastructureFailure
 from tools.slurm_sandbox import configuration, daemons
@@ -64,6 +65,18 @@ def slurmd_command(layout: Layout, node: str) -> list[str]:
         return ["slurmd", "-D", "-N", node]
     hosts = str(layout.conf.parent / "hosts")
     return [*UNSHARE[layout.isolation], "sh", "-c", OWN_NAME, "sh", hosts, node]
+
+
+def mount_command(layout: Layout, pid: int, folder: Path) -> list[str]:
+    """Mount an empty file system over `folder` for the slurmd of that process id.
+
+    Raises:
+        InfrastructureFailure: nodes have no view of their own of the files here.
+    """
+    if layout.isolation == "none":
+        raise InfrastructureFailure("nothing can be hidden from one node: nodes share this machine's mounts")
+    user = ["--user", "--preserve-credentials"] if layout.isolation == "user" else []
+    return ["nsenter", f"--target={pid}", *user, "--mount", "mount", "-t", "tmpfs", "tmpfs", str(folder)]
 
 
 def _check_directory(layout: Layout) -> None:

@@ -94,6 +94,10 @@ class TokenCounts:
         """int64[4], to be summed over ranks."""
         return torch.tensor([self.rl, self.ce, self.ref_kl, self.rl_sequences], dtype=torch.int64, device=device)
 
+    def __bool__(self) -> bool:
+        """Whether any token is a member."""
+        return bool(self.rl or self.ce or self.ref_kl)
+
     @classmethod
     def from_tensor(cls, counts: Tensor) -> "TokenCounts":
         return cls(*(int(n) for n in counts.tolist()))

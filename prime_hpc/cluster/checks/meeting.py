@@ -1,5 +1,7 @@
 """All nodes of a step at one folder: do they see each other's files, do their clocks agree, and what did each find?"""
 
+import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -26,12 +28,17 @@ class Report(msgspec.Struct, frozen=True):
     findings: list[Finding]
 
 
+def node_name() -> str:
+    """The node's name, as Slurm has it where it runs this task."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 class Meeting:
     """`nodes` nodes in `folder`, each of which waits for the others' files for `timeout_s` seconds at most."""
 
     def __init__(self, folder: Path, nodes: int, timeout_s: float):
         self.folder, self._nodes, self._timeout_s = folder, nodes, timeout_s
-        self._host = socket.gethostname()
+        self._host = node_name()
 
     def attend(self, skew_s: float) -> list[Finding]:
         """Leave a file and wait for those of the others: who sees whom, and whose clock is off by more than `skew_s`.
@@ -57,6 +64,10 @@ class Meeting:
         """The reports of all nodes, by name; those that do not come in time are left out."""
         names = self._wait(".report")
         return [msgspec.json.decode((self.folder / name).read_bytes(), type=Report) for name in sorted(names)]
+
+    def end(self) -> None:
+        """Remove the folder, once every node has handed in its report or never will."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _clock(self, mine: Arrival, arrivals: list[Arrival], skew_s: float) -> Finding:
         """Against the middle one of all clocks, so that one bad clock does not blame the others."""

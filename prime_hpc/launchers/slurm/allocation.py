@@ -22,6 +22,10 @@ class Block:
     gpus: int
     resources: ComponentConfig
 
+    def number(self, group: NodeGroup) -> int:
+        """The first node of `group`, counted within this block."""
+        return group.first - min(other.first for other in self.groups)
+
 
 @dataclass(frozen=True)
 class Job:

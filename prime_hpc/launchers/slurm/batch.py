@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,17 +21,20 @@ from rich.console import Console
 
 from prime_hpc.cluster import secrets
 from prime_hpc.cluster.files import list_fresh, read_json
+from prime_hpc.cluster.lease import EXIT_FENCED, LeaseKeeper
 from prime_hpc.cluster.lease import FILE as LEASE_FILE
-from prime_hpc.cluster.lease import LeaseKeeper
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import DeadlineExceeded, PrimeHPCError
+from prime_hpc.errors import DeadlineExceeded, NodesLost, PrimeHPCError
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.slurm.allocation import MAIN, Job, jobs
 from prime_hpc.launchers.slurm.deadline import Deadline
-from prime_hpc.launchers.slurm.executor import submit
+from prime_hpc.launchers.slurm.executor import submit, submit_missing
+from prime_hpc.launchers.slurm.hosts import Hosts
+from prime_hpc.launchers.slurm.queue import STARTED, SUBMITTED, moment, state
 from prime_hpc.launchers.slurm.starter import StepStarter
+from prime_hpc.launchers.startup import Startup
 from prime_hpc.launchers.supervisor import Supervisor
 from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
 from prime_hpc.launchers.view import PlainView, View
@@ -59,25 +62,46 @@ class Alarm:
 def run_job(plan: RunPlan, job: Job) -> int:
     """Run every unit of `job` in the allocation around this process. Returns an exit code."""
     config, paths, job_id = plan.typed_config(), RunPaths(Path(plan.run_dir)), os.environ["SLURM_JOB_ID"]
-    view, deadline = PlainView(Console(width=200)), Deadline(paths, job_id)
+    main, units, deadline = job.name == MAIN, job.units(plan), Deadline(paths, job_id)
+    view: View = PlainView(Console(width=200))
+    view = _measured(view, plan, paths, job_id) if main else view
     if too_short := deadline.too_short():
         view.say(too_short)
         return 1
-    main = job.name == MAIN
-    with _lease(plan, config, paths) if main else _lease_of_another(plan, config, paths):
-        supervisor = Supervisor(plan, config, paths, StepStarter(plan), view, units=job.units(plan), leads=main,
+    with _lease(plan, config, paths) if main else nullcontext():
+        hosts = Hosts(plan, job, view.say)
+        hosts.settle(units)
+        supervisor = Supervisor(plan, config, paths, StepStarter(plan, hosts), view, units=units, leads=main,
                                 alarm=Alarm(deadline))  # fmt: skip
         interrupted = None
         try:
             ending = supervisor.run()
+            code, goes_on = verdict(ending, paths, view), ending.goes_on
+        except NodesLost as lost:
+            interrupted, code, goes_on = str(lost), 1, True
+            view.say(interrupted)
         except KeyboardInterrupt:
-            interrupted = "interrupted"
-            return EXIT_INTERRUPTED
+            interrupted, code, goes_on = "interrupted", EXIT_INTERRUPTED, False
         finally:
             supervisor.stop(interrupted)
-    code = verdict(ending, paths, view)
-    if main and ending.goes_on:
-        _go_on(plan, config, job_id, view)
+    if goes_on:
+        _go_on(plan, job, job_id, view)
+    return code
+
+
+def run_linked(name: str, path: Path) -> int:
+    """Run the units of the linked job `name` for one attempt of the main job after the other, until the run ends.
+
+    Raises:
+        DeadlineExceeded: the main job does not start, or not again.
+    """
+    paths, attempt, code = RunPaths(path.parent), 0, EXIT_FENCED
+    while code == EXIT_FENCED:
+        plan = _await_main(paths, attempt, load(path).typed_config().cluster.start_timeout_s)
+        if os.environ["SLURM_JOB_ID"] not in (read_json(paths.job) or {"job_ids": []})["job_ids"]:
+            print("the run goes on with other jobs")
+            return 0
+        attempt, code = plan.attempt, run_job(plan, next(job for job in jobs(plan) if job.name == name))
     return code
 
 
@@ -100,14 +124,26 @@ def next_attempt(plan: RunPlan) -> RunPlan | None:
     return start.plan
 
 
-def _go_on(plan: RunPlan, config: RunConfig, job_id: str, view: View) -> None:
-    """Have Slurm run this job again, or submit a successor that starts once this job has ended."""
-    if config.cluster.requeue:
+def _go_on(plan: RunPlan, job: Job, job_id: str, view: View) -> None:
+    """Have Slurm run this job again, or submit a successor of the run that starts once this job has ended."""
+    cluster = plan.typed_config().cluster
+    if state(job_id) not in (None, "RUNNING"):
+        view.say("Slurm has ended this job already")
+    elif cluster.requeue:
         view.say("going on in this job, which Slurm starts again")
-        subprocess.run(["scontrol", "requeue", job_id], check=True)
-        time.sleep(config.cluster.lease_s)  # Slurm ends this process
-    else:
+        # Slurm ends this process, and often scontrol before it has said anything
+        asked = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True)
+        view.say(asked.stderr.strip() or "asked Slurm for it")
+        time.sleep(cluster.lease_s)
+    elif job.name == MAIN:
         view.say(f"going on in {submit(plan, after=job_id).job_ids[0]}")
+
+
+def _measured(view: View, plan: RunPlan, paths: RunPaths, job_id: str) -> View:
+    """`view`, told of the time from the start of the job to the first step too."""
+    submitted, started = moment(job_id, SUBMITTED), moment(job_id, STARTED)
+    queued_s = started - submitted if started and submitted else None
+    return Startup(plan, paths, view, started or time.time(), queued_s)
 
 
 @contextmanager
@@ -119,19 +155,33 @@ def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[None]:
         yield
     finally:
         lease.close()
-        secrets.remove(paths.root)
+        if lease.held():  # else they are those of a newer attempt
+            secrets.remove(paths.root)
 
 
-@contextmanager
-def _lease_of_another(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[None]:
-    """The main job's process holds the lease; its first beat is waited for."""
-    deadline = time.monotonic() + config.cluster.start_timeout_s
-    while (read_json(paths.rendezvous / LEASE_FILE) or {}).get("attempt") != plan.attempt:
+def _await_main(paths: RunPaths, attempt: int, timeout_s: float) -> RunPlan:
+    """The plan of an attempt later than `attempt`, once the main job's process holds its lease."""
+    deadline = time.monotonic() + timeout_s
+    while True:
         list_fresh(paths.rendezvous)
+        held, plan = (read_json(paths.rendezvous / LEASE_FILE) or {}).get("attempt", 0), load(paths.plan)
+        if held == plan.attempt > attempt:
+            return plan
         if time.monotonic() > deadline:
-            raise DeadlineExceeded("this job", "the lease", "the main job", config.cluster.start_timeout_s)
+            raise DeadlineExceeded("this job", "the lease", "the main job", timeout_s)
         time.sleep(POLL_S)
-    yield
+
+
+def run_main(path: Path) -> int:
+    """Run the main job: the first attempt, or a new one where the run was begun before."""
+    written = load(path)
+    plan = next_attempt(written)
+    if plan is None:
+        print(f"{path.parent} is complete")
+        return 1
+    if plan.attempt > written.attempt:
+        submit_missing(plan)
+    return run_job(plan, jobs(plan)[0])
 
 
 def main() -> None:
@@ -140,11 +190,8 @@ def main() -> None:
     parser.add_argument("--job", default=MAIN)
     arguments = parser.parse_args()
     try:
-        written = load(arguments.plan)
-        plan = next_attempt(written) if arguments.job == MAIN else written
-        if plan is None:
-            sys.exit(f"{arguments.plan.parent} is complete")
-        sys.exit(run_job(plan, next(job for job in jobs(plan) if job.name == arguments.job)))
+        main_job = arguments.job == MAIN
+        sys.exit(run_main(arguments.plan) if main_job else run_linked(arguments.job, arguments.plan))
     except PrimeHPCError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -1,14 +1,12 @@
 """When a job has to stop: Slurm's own end time, less what a step and a save take by the run's own measurements."""
 
-import datetime
-import os
-import subprocess
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.launchers.slurm.queue import ENDS, moment
 from prime_hpc.observe.monitor import read_metrics
 
 QUANTILE = 0.95
@@ -35,20 +33,6 @@ class Needs:
         return self.step_s + self.save_s + MARGIN_S
 
 
-def end_time(job_id: str) -> float | None:
-    """When Slurm will end the job (epoch), None for a job without a limit.
-
-    It is asked anew every time, since a limit may be changed, and counts from the real start of the job.
-    """
-    command = ["squeue", "--noheader", "--format=%e", "--jobs", job_id]
-    asked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SLURM_TIME_FORMAT": "standard"})
-    text = next(iter(asked.stdout.split()), "")
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp()
-    except ValueError:  # "N/A" and "Unknown", or a controller that does not answer just now
-        return None
-
-
 class Deadline:
     """Tells when the run has to be drained so that it can still save."""
 
@@ -63,7 +47,7 @@ class Deadline:
         """Why the run should be drained now, or None."""
         if time.monotonic() - self._asked > self.ASK_S:
             self._asked = time.monotonic()
-            end, needs = end_time(self._job_id), Needs.measure(self._paths)
+            end, needs = moment(self._job_id, ENDS), Needs.measure(self._paths)
             self._drain_at = end - needs.total_s - needs.step_s - self.ASK_S if end else None
         if self._drain_at and time.time() > self._drain_at:
             return "the job's time limit is near"
@@ -71,7 +55,7 @@ class Deadline:
 
     def too_short(self) -> str | None:
         """Why the job need not start: not one step and one save fit into it; None where they do."""
-        end, needs = end_time(self._job_id), Needs.measure(self._paths)
+        end, needs = moment(self._job_id, ENDS), Needs.measure(self._paths)
         left = end - time.time() if end else float("inf")
         if left < needs.total_s:
             return (f"{left:.0f} s are left of the job, but a step takes {needs.step_s:.0f} s and a save "

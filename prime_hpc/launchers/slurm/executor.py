@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from prime_hpc.cluster.files import read_json, write_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.slurm.allocation import Job, jobs, script_name
-from prime_hpc.launchers.slurm.jobs import RunJob
+from prime_hpc.launchers.slurm.jobs import LIVE, RunJob
+from prime_hpc.launchers.slurm.queue import state
 from prime_hpc.launchers.slurm.sbatch import render_script, write_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
 from prime_hpc.plan.run_plan import RunPlan
@@ -22,7 +22,7 @@ from prime_hpc.plan.run_plan import RunPlan
 class JobExecutor(SlurmExecutor):
     """Submits one job of a plan: its own batch script in place of submitit's, every task a process of the plan."""
 
-    def __init__(self, plan: RunPlan, job: Job, dependency: str = ""):
+    def __init__(self, plan: RunPlan, job: Job, dependency: str | None = None):
         super().__init__(RunPaths(Path(plan.run_dir)).slurm)
         self.plan, self.job, self.dependency = plan, job, dependency
 
@@ -54,22 +54,40 @@ def submit(plan: RunPlan, after: str | None = None) -> RunJob:
     paths.slurm.mkdir(parents=True, exist_ok=True)
     write_scripts(plan)
     ids: list[str] = []
-    slot = plan.typed_config().launcher.slot
+    slot = ["singleton"] if plan.typed_config().launcher.slot else []
     for job in jobs(plan):
-        waits = (
-            [f"after:{ids[0]}"]
-            if ids
-            else [*(["singleton"] if slot else []), *([f"afterany:{after}"] if after else [])]
-        )
+        waits = [f"after:{ids[0]}"] if ids else slot + ([f"afterany:{after}"] if after else [])
         try:
-            executor = JobExecutor(plan, job, dependency=",".join(waits))
-            ids.append(executor.submit(RoleTask(paths.plan)).job_id)
-        except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
+            ids.append(_submit(plan, job, ",".join(waits)))
+        except InfrastructureFailure:
             for submitted in ids:
                 subprocess.run(["scancel", submitted])
-            raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
-    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids, "time": time.time()})
+            raise
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
     return RunJob(plan, ids)
+
+
+def submit_missing(plan: RunPlan) -> None:
+    """In the main job of a run that goes on: submit those linked jobs anew that have ended meanwhile.
+
+    Raises:
+        InfrastructureFailure: Slurm refuses one.
+    """
+    paths = RunPaths(Path(plan.run_dir))
+    ids: list[str] = (read_json(paths.job) or {})["job_ids"]
+    for number, job in enumerate(jobs(plan)[1:], 1):
+        if state(ids[number]) not in LIVE:
+            ids[number] = _submit(plan, job)
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": ids})
+
+
+def _submit(plan: RunPlan, job: Job, dependency: str | None = None) -> str:
+    """The id of the submitted job."""
+    try:
+        submitted = JobExecutor(plan, job, dependency).submit(RoleTask(RunPaths(Path(plan.run_dir)).plan))
+    except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
+        raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
+    return str(submitted.job_id)
 
 
 def adopt(plan: RunPlan, job_id: str) -> Job:
@@ -79,7 +97,7 @@ def adopt(plan: RunPlan, job_id: str) -> Job:
     pickle.parent.mkdir(parents=True, exist_ok=True)
     DelayedSubmission(RoleTask(paths.plan)).dump(pickle)
     _share(plan, job, pickle)
-    write_json(paths.job, {"attempt": plan.attempt, "job_ids": [job_id], "time": time.time()})
+    write_json(paths.job, {"attempt": plan.attempt, "job_ids": [job_id]})
     return job
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.role import RESTART_VARIABLE, STOPPING_MARK, stopping_mark
+from prime_hpc.cluster.role import RESTART_VARIABLE
+from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.launchers.children import last_lines, log_file
+from prime_hpc.launchers.slurm.hosts import Hosts
 from prime_hpc.launchers.slurm.steps import step_command, step_environment
 from prime_hpc.launchers.supervisor import Running
 from prime_hpc.plan.run_plan import RunPlan
@@ -60,29 +62,38 @@ class StepUnit:
 class StepStarter:
     """Starts steps in the job around this process."""
 
-    def __init__(self, plan: RunPlan):
-        self._plan = plan
+    def __init__(self, plan: RunPlan, hosts: Hosts):
+        self._plan, self._hosts = plan, hosts
         self._paths = RunPaths(Path(plan.run_dir))
+        self._marks = StoppingMarks(self._paths)
 
     def start(self, unit: Unit, restart: int) -> StepUnit:
-        (self._paths.rendezvous / stopping_mark(unit.name)).unlink(missing_ok=True)
+        """Start the step of a unit, again only on nodes that are still there and fit.
+
+        Raises:
+            NodesLost: they are not, and no spare is left.
+        """
+        if restart:
+            self._hosts.settle([unit])
+        self._marks.lift(unit.name)
         for process in unit.processes:
             (self._paths.exits / f"{process.name}.json").unlink(missing_ok=True)
         environment = {**step_environment(os.environ), RESTART_VARIABLE: str(restart)}
         output = self._paths.logs(self._plan.attempt) / f"{unit.name}.srun.log"
+        command = step_command(self._plan, unit, self._hosts.of(unit))
         with output.open("ab") as log:
-            srun = subprocess.Popen(step_command(self._plan, unit), env=environment, stdout=log, stderr=log)
+            srun = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return StepUnit(self._plan, unit, restart, srun)
 
     def stop(self, running: list[Running], grace_s: float) -> None:
-        """Tasks are told first; srun itself kills what it is told to end. The mark tells tasks who asks."""
+        """Tasks are told first; srun itself kills what it is told to end. The marks tell tasks who asks."""
         units = [unit for unit in running if isinstance(unit, StepUnit)]
+        for unit in units:
+            self._marks.set(unit.unit.name)
         if grace_s and any(unit.srun.poll() is None for unit in units):
-            (self._paths.rendezvous / STOPPING_MARK).touch()
             subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], capture_output=True)
             _wait(units, grace_s)
         for unit in units:
-            (self._paths.rendezvous / stopping_mark(unit.unit.name)).touch()
             if unit.srun.poll() is None:
                 unit.srun.send_signal(signal.SIGTERM)
         _wait(units, SRUN_LEAVES_S)

@@ -54,7 +54,7 @@ def gpu_option(gpus: int, gres: str | None) -> list[str]:
 
 
 def _nodes(block: Block, unit: Unit, hosts: Sequence[str]) -> list[str]:
-    first = unit.group.first - min(group.first for group in block.groups) + unit.first_node
+    first = block.number(unit.group) + unit.first_node
     return [f"--nodelist={','.join(hosts)}" if hosts else f"--relative={first}", f"--nodes={unit.nodes}"]
 
 

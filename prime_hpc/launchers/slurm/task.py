@@ -15,10 +15,11 @@ from prime_hpc.cluster import control
 from prime_hpc.cluster.files import read_json, write_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE
-from prime_hpc.cluster.role import RESTART_VARIABLE, UNIT_VARIABLE, is_stopping
+from prime_hpc.cluster.role import RESTART_VARIABLE, UNIT_VARIABLE
+from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.children import Child, spawn
-from prime_hpc.launchers.slurm.allocation import job_of
+from prime_hpc.launchers.slurm.allocation import MAIN, job_of
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 from prime_hpc.plan.units import Unit, units
 
@@ -43,7 +44,7 @@ class RoleTask:
         SlurmJobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # of this task before its unit was restarted
         os.environ[STEP_VARIABLE] = step_id(plan, unit, os.environ)
         child = spawn(process, plan.group(process).gpus, restart, dies_with_parent=True)
-        _forward_signals(child, unit, paths)
+        _forward_signals(child, unit, paths, drains=job_of(plan, unit).name == MAIN)
         code = child.process.wait()
         write_json(paths.exits / f"{process.name}.json", {"exit_code": code, "time": time.time()})
         if code:
@@ -64,18 +65,19 @@ def step_id(plan: RunPlan, unit: Unit, environment: Mapping[str, str]) -> str:
     return f"{component}.{environment['SLURM_STEP_ID']}"
 
 
-def _forward_signals(child: Child, unit: Unit, paths: RunPaths) -> None:
+def _forward_signals(child: Child, unit: Unit, paths: RunPaths, *, drains: bool) -> None:
     """In place of submitit's own handlers, which would requeue the job from inside a task.
 
     A SIGTERM that Slurm sends to the job (preemption, the time limit) becomes a request to drain, which leaves time to
-    save. One that it sends since another task of the step has failed does not.
+    save. One that it sends since another task of the step has failed does not; nor does one to a linked job (not
+    `drains`), whose engines work until they are killed, and may come back.
     """
 
     def end(number: int, _: object) -> None:
         failed = any((read_json(paths.exits / f"{p.name}.json") or {}).get("exit_code") for p in unit.processes)
-        if failed or is_stopping(paths, unit.name):
+        if failed or StoppingMarks(paths).stands(unit.name):
             child.process.send_signal(number)
-        else:
+        elif drains:
             control.ask(paths.control, "drain", "Slurm is about to end the job", by=child.name, goes_on=True)
 
     signal.signal(signal.SIGTERM, end)

@@ -4,7 +4,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from prime_hpc.cluster.role import EXIT_FENCED
+from prime_hpc.cluster.lease import EXIT_FENCED
 
 EXTRAS = {"vllm": "gpu", "wandb": "wandb", "matplotlib": "plot", "hydra_plugins": "sweep", "gguf": "gguf",
           "accelerate": "gguf"}  # fmt: skip

@@ -133,10 +133,12 @@ def _failed_events(events: list[Event]) -> list[Failure]:
             dooming = [d for d in dooming if d.unit != event.unit]
         elif event.kind == "stop":
             dooming.append(event)
-        elif event.kind == "hang" or (event.kind == "exit" and event.exit_code != 0 and not _follows(event, dooming)):
+        elif event.kind in ("hang", "asked") or (event.kind == "exit" and event.exit_code != 0
+                                                 and not _follows(event, dooming)):  # fmt: skip
             dooming.append(event)
             failures.append(Failure(process=event.process or event.unit or "", time=event.time, restart=event.restart,
-                                    exit_code=_signal(event.exit_code), event=event))  # fmt: skip
+                                    exit_code=_signal(event.exit_code), event=event,
+                                    error=event.reason if event.kind == "asked" else ""))  # fmt: skip
     return failures
 
 

@@ -1,0 +1,30 @@
+"""What squeue knows of a job while it waits or runs, and for a while after."""
+
+import datetime
+import os
+import subprocess
+
+STATE, SUBMITTED, STARTED, ENDS = "%T", "%V", "%S", "%e"
+
+
+def ask(job_id: str, field: str) -> dict[str, str]:
+    """`field`, as `squeue --format` names it, of every part of a job by the part's own id.
+
+    Empty where Slurm has forgotten the job, or the controller does not answer just now.
+    """
+    command = ["squeue", "--noheader", "--states=all", f"--format=%A {field}", "--jobs", job_id]
+    asked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SLURM_TIME_FORMAT": "standard"})
+    return dict(line.split(maxsplit=1) for line in asked.stdout.splitlines())
+
+
+def state(job_id: str) -> str | None:
+    """State of the job, or part of a job, of that id."""
+    return ask(job_id, STATE).get(job_id)
+
+
+def moment(job_id: str, field: str) -> float | None:
+    """A time of the job (epoch), asked anew as it may change; None where there is none, as without a time limit."""
+    try:
+        return datetime.datetime.fromisoformat(ask(job_id, field).get(job_id, "").strip()).timestamp()
+    except ValueError:  # absent, "N/A" or "Unknown"
+        return None

@@ -1,0 +1,76 @@
+"""Failures at named points of the work, and kills at random, by `tools.chaos` and `tools.soak`: promises are kept."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tools import chaos, soak
+from tools.chaos import CONTAINED, ENDED, FAKE_ENGINE, NOT_REACHED, Cell, all_cells
+from tools.endurance import account, broken_promises
+
+FEW = [
+    Cell("trainer-1", "update.during", "SIGKILL"),
+    Cell("trainer-1", "save.after", "raise"),
+    Cell("orchestrator-0", "batch.during", "raise"),
+    Cell("orchestrator-0", "update.during", "SIGKILL"),
+    Cell("inference-0", "sampling.during", "SIGSTOP"),
+    Cell("inference-0", "update.during", "raise"),
+    Cell("env-reverse_text-0", "sampling.before", "raise"),
+    Cell("env-reverse_text-0", "sampling.after", "SIGKILL"),
+]
+REAL = [
+    Cell("trainer-1", "step.during", "SIGKILL"),
+    Cell("trainer-1", "save.before", "raise"),
+    Cell("orchestrator-0", "sampling.after", "SIGKILL"),
+    Cell("orchestrator-0", "update.during", "raise"),
+    Cell("inference-0", "sampling.before", "SIGKILL"),
+    Cell("inference-0", "sampling.during", "SIGSTOP"),
+    Cell("inference-0", "update.before", "raise"),
+    Cell("inference-0", "update.during", "SIGKILL"),
+    Cell("env-reverse_text-0", "sampling.during", "raise"),
+    Cell("env-reverse_text-0", "sampling.after", "SIGSTOP"),
+]
+
+
+def assert_survived(launcher: str, out: Path, steps: int, cells: list[Cell], model: Path, *overrides: str) -> None:
+    """Every cell was reached and followed by what it has to be followed by, and the run kept its promises."""
+    code, rows, root = chaos.run(launcher, out, steps, cells, model, *overrides)
+    print(chaos.render(rows), account(root, steps), sep="\n\n")
+    assert code == 0
+    assert [row.cell for row in rows if row.result == NOT_REACHED] == []
+    assert [row.cell for row in rows if (row.result == CONTAINED) != row.cell.contained] == []
+    unfinished = {row.cell.point.partition(".")[0] for row in rows if row.result == ENDED}
+    assert unfinished <= {"shutdown"}, "what fails before the end recovers"
+    assert broken_promises(root, steps) == []
+
+
+def test_a_few_failures_of_every_role(tmp_path: Path, tiny_model: Path) -> None:
+    assert_survived("tools.forked", tmp_path, 6, FEW, tiny_model, "env.workers=1", *FAKE_ENGINE)
+
+
+def test_a_storm_of_kills_breaks_no_promise(tmp_path: Path, tiny_model: Path) -> None:
+    killed = soak.storm(tmp_path, tiny_model, steps=20, kills=10, seed=3)
+    assert killed.total() == 10 and len(killed) >= 3
+    assert broken_promises(tmp_path / "stormy", 20) == []
+
+
+@pytest.mark.slow
+def test_every_role_fails_at_every_point_in_every_way(tmp_path: Path, tiny_model: Path) -> None:
+    assert_survived("tools.forked", tmp_path, chaos.STEPS, all_cells(), tiny_model, *FAKE_ENGINE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_ten_failures_with_real_engines(tmp_path: Path, tiny_model: Path) -> None:
+    assert_survived("prime_hpc.launch", tmp_path, 12, REAL, tiny_model, "env.workers=1", "inference.replicas=1",
+                    "inference.vllm.max_num_seqs=32", "orchestrator.drop_zero_advantage=false",
+                    "env.train.0.args.reward=similarity", "recovery.hang_s=60")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_leave_the_rewards_as_they_were(tmp_path: Path, tiny_model: Path) -> None:
+    killed, rewards = soak.soak(tmp_path, tiny_model, steps=300, kills=200, seed=0)
+    assert killed.total() == 200 and len(killed) == 6, killed
+    assert broken_promises(tmp_path / "stormy", 300) == []
+    assert all(abs(errors) < soak.TOLERANCE for *_, errors in rewards), rewards

@@ -1,0 +1,31 @@
+"""A run on the fake engine: two sources with an adapter each, on a mixture of experts whose routing is replayed."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from prime_hpc.models.tiny import make_char_tokenizer
+from tests.integration.runs import LocalRun
+from tests.models_support import save_model
+
+SOURCES = ("env.train=[{id: prime_hpc.envs.reverse_text, name: short, adapter: a, args: {min_len: 3, max_len: 4}}, "
+           "{id: prime_hpc.envs.reverse_text, name: long, adapter: b, args: {min_len: 5, max_len: 6}}]")  # fmt: skip
+
+
+def test_adapters_and_recorded_experts_reach_the_trainer(tmp_path: Path) -> None:
+    save_model("glm4_moe", tmp_path / "model")
+    make_char_tokenizer(tmp_path / "model")
+    engine = "inference.engine_args={skill0: 0.5, skill_per_version: 0, routing: [3, 8, 3]}"
+    lora = ("lora.rank=2", "lora.adapters=[a,b]", "optimizer.lr=1e-3", "update.keep_versions=9")
+    run = LocalRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, *lora,
+                   "trainer.router_replay=true")  # fmt: skip
+    code, text = run.wait()
+    assert code == 0, text
+    steps = [row for row in run.metrics if "loss" in row]
+    assert [row["moe/replayed"] for row in steps] == [1.0, 1.0]
+    for adapter in "ab":
+        assert any(f"adapter/{adapter}/loss" in row for row in steps)
+        files = [run.root / folder / adapter / "adapter_model.safetensors" for folder in ("weights/v0.0", "adapters")]
+        first, last = map(load_file, files)
+        assert any((tensor != first[name]).any() for name, tensor in last.items())
+    assert not (run.root / "model").exists()

@@ -1,0 +1,154 @@
+"""What Slurm and its nodes do to a run: it goes on by itself, trains no step twice on different data, loses none, and
+leaves no process of an earlier attempt behind."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_hpc.cluster.faults import Fault
+from tests.slurm.slurm_runs import SLOW_TOKENS, SlurmRun, assert_whole
+from tools.slurm_sandbox import SlurmSandbox
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+LEASE_S = 10
+
+
+def assert_gone_on(run: SlurmRun, steps: int) -> None:
+    """The run is whole after its job was started a second time."""
+    assert_whole(run, steps)
+    assert run.attempts == [1, 2]
+
+
+@pytest.mark.parametrize("requeue", [True, False], ids=["requeue", "successor"])
+def test_a_run_saves_before_the_time_limit_and_goes_on(
+    requeue: bool, slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Every save takes 8 s, so the run must leave early enough for one."""
+    long_saves = [Fault(process="trainer-0", point="save.during", action="sleep", seconds=8, count=n)
+                  for n in range(1, 20)]  # fmt: skip
+    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=24", "cluster.time='00:02:00'",
+                   "cluster.signal_s=30", f"cluster.requeue={requeue}".lower(), SLOW_TOKENS,
+                   faults=long_saves)  # fmt: skip
+    run.until_complete()
+    assert_whole(run, 24)
+    assert "draining, as the supervisor asked" in run.output
+    jobs = {path.stem.removeprefix("job_") for path in (run.root / "logs").glob("job_*.log")}
+    assert (len(jobs) == 1) == requeue and len(run.attempts) > 1
+    for job in jobs:
+        assert set(slurm.sacct(job).values()) == {"COMPLETED"}
+
+
+def test_a_killed_supervisor_leaves_no_process_and_the_run_can_be_resumed(
+    slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    given = ("max_steps=20", "cluster.lease_s=4")
+    run = SlurmRun(slurm, tmp_path, tiny_model, "headless", *given)
+    run.until_step(4)
+    run.batch.kill()
+    run.until(lambda: not run.survivors(), "the end of every process", 60)
+    again = SlurmRun(slurm, tmp_path, tiny_model, "headless", *given, "resume=auto")
+    again.until_complete()
+    assert_gone_on(again, 20)
+
+
+def test_a_cancelled_component_has_the_job_start_again(slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path) -> None:
+    run = SlurmRun(slurm, tmp_path, tiny_model, "part", "max_steps=20")
+    run.until_step(5)
+    slurm.run(["scancel", str(int(run.job.job_id) + 1)])
+    run.until_complete()
+    assert_gone_on(run, 20)
+    assert set(slurm.sacct(run.job.job_id).values()) == {"COMPLETED"}
+
+
+@pytest.mark.parametrize("node", ["node4", "node0"], ids=["of a trainer rank", "of the supervisor"])
+def test_tasks_of_a_node_that_was_given_up_end_by_themselves(
+    node: str, slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    run = SlurmRun(slurm, tmp_path, tiny_model, "silent", "max_steps=30", f"cluster.lease_s={LEASE_S}")
+    run.until_step(5)
+    left = psutil.Process(run.record("trainer-1" if node == "node4" else "orchestrator-0")["pid"])
+    supervisor = run.batch
+    slurm.kill_slurmd(node)
+    slurm.give_up(node)
+    slurm.wait(run.job.job_id, "PENDING")
+    assert left.is_running(), "Slurm has requeued the job beside a task that lives on"
+    run.until(lambda: not (left.is_running() or supervisor.is_running()), "the end of the old attempt", 60)
+    assert not run.survivors()
+    slurm.restart_slurmd(node)
+    run.until_complete()
+    assert_gone_on(run, 30)
+
+
+def test_a_lost_node_has_the_job_start_again(slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path) -> None:
+    run = SlurmRun(slurm, tmp_path, tiny_model, "node", "max_steps=20")
+    run.until_step(5)
+    slurm.kill_node("node4")
+    slurm.give_up("node4")
+    slurm.wait(run.job.job_id, "PENDING")
+    slurm.restart_slurmd("node4")
+    run.until_complete()
+    assert_gone_on(run, 20)
+
+
+def test_a_preempted_run_goes_on_when_the_nodes_are_free_again(
+    slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    run = SlurmRun(slurm, tmp_path, tiny_model, "preempted", "max_steps=40", "cluster.partition=preemptible")
+    run.until_step(5)
+    urgent = slurm.submit("--partition=gpu", "--nodes=1", "--cpus-per-task=4", "--output=/dev/null", "--wrap=sleep 5")
+    slurm.wait(urgent, "RUNNING", "COMPLETED")
+    assert "PENDING" in slurm.states(run.job.job_id).values()
+    run.until_complete()
+    assert_gone_on(run, 40)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 80 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_shared_directory_is_waited_for(small_disk: Path, tmp_path: Path, tiny_model: Path) -> None:
+    with SlurmSandbox(tmp_path / "slurm") as slurm:
+        run = SlurmRun(slurm, small_disk, tiny_model, "full", "max_steps=30")
+        run.until_step(5)
+        ballast = small_disk / "ballast"
+        subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=64k"], capture_output=True)
+        run.until(lambda: "it is tried again" in run.log("trainer-0") + run.log("orchestrator-0"), "a full disk")
+        ballast.unlink()
+        run.until_complete()
+        assert_whole(run, 30)
+        assert run.attempts == [1]
+
+
+def test_spares_take_the_place_of_an_unfit_node_and_of_a_lost_one(tmp_path: Path, tiny_model: Path) -> None:
+    parts = {"orchestrator": "node[0-1]", "inference": "node[2-3]", "trainer": "node[4-5]"}
+    given = [f"cluster.components.{name}={{nodes: 1, spare_nodes: 1, directives: {{nodelist: '{nodes}'}}}}"
+             for name, nodes in parts.items()]  # fmt: skip
+    with SlurmSandbox(tmp_path / "slurm", nodes=6) as slurm:
+        outputs = tmp_path / "outputs"
+        outputs.mkdir()
+        slurm.hide("node4", outputs)
+        run = SlurmRun(slurm, outputs, tiny_model, "spares", "max_steps=60", *given)
+        run.until_step(5)
+        assert run.record("trainer-0")["host"] == run.record("trainer-1")["host"] == "node5"
+        assert "node5 takes the place of node4, which is not fit: node4: shared folder: no folder" in run.output
+        os.kill(run.record("env-reverse_text-0")["pid"], signal.SIGKILL)
+        slurm.kill_node("node2")
+        slurm.give_up("node2")
+        run.until(lambda: "node3 takes the place of node2" in run.output, "the spare")
+        run.until_complete()
+        assert_whole(run, 60)
+        assert run.attempts == [1]
+        assert run.record("inference-0")["host"] == "node3"

@@ -1,0 +1,77 @@
+"""Launches a run on this machine whose processes are forked from one that has loaded the libraries already.
+
+`python -m tools.forked` takes the arguments of `python -m prime_hpc.launch`. A process is back in a second rather than
+in ten, so that hundreds of restarts can be tried in a few minutes. Not for GPUs, nor for the engines of vLLM.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from prime_hpc import launch
+from prime_hpc.cluster.role import RESTART_VARIABLE
+from prime_hpc.launchers import local
+from prime_hpc.launchers.children import Child, log_file
+from prime_hpc.plan.run_plan import ProcessPlan
+from prime_hpc.plan.units import Unit
+
+PRELOADED = ["prime_hpc.launch", "prime_hpc.trainer.loop", "prime_hpc.orchestrator.loop", "prime_hpc.envs.worker",
+             "prime_hpc.envs.reverse_text", "tests.fake_engine.__main__"]  # fmt: skip
+POLL_S = 0.005
+
+
+class Forked:
+    """A forked process, as `Child` wants it."""
+
+    def __init__(self, process: BaseProcess):
+        self.pid = process.pid
+        self._process = process
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+class ForkedStarter(local.LocalStarter):
+    """Starts the processes of a unit by forking a server that has imported `PRELOADED`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+
+    def start(self, unit: Unit, restart: int) -> local.LocalUnit:
+        return local.LocalUnit([self._fork(process, restart) for process in unit.processes])
+
+    def _fork(self, plan: ProcessPlan, restart: int) -> Child:
+        log = Path(log_file(plan, restart))
+        env = {**os.environ, **plan.env, RESTART_VARIABLE: str(restart)}
+        process = self._context.Process(target=become, args=(plan.command, env, log))
+        process.start()
+        while process.is_alive() and os.getsid(process.pid) != process.pid:  # else it could not be found to be stopped
+            time.sleep(POLL_S)
+        return Child(plan, Forked(process), log)
+
+
+def become(command: list[str], env: dict[str, str], log: Path) -> None:
+    """Do in this process what `command`, `python -m MODULE ARGUMENTS`, would do in one of its own."""
+    os.setsid()
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(handle, stream.fileno())
+    os.environ.clear()
+    os.environ.update(env)
+    _, _, module, *arguments = command
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    local.LocalStarter = ForkedStarter
+    launch.cli()
