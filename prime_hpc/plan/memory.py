@@ -16,6 +16,8 @@ from prime_hpc.plan.devices import GIB, Device
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
 """Bytes of a parameter, a gradient or a moment of AdamW: all in float32."""
+MOMENTS = {"adamw": 2, "muon": 1, "signsgd": 0}
+"""Tensors of a parameter's size that an optimiser keeps; muon has two for what is no matrix."""
 ENGINE_RESERVE = 1.2 * GIB
 """What vLLM keeps beside weights and KV cache for its largest forward and CUDA graphs; measured at 0.6B."""
 ENGINE_SHARE = 0.9
@@ -59,20 +61,34 @@ def trainer_memory(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool, devi
         row_tokens: tokens of the longest row; as many as a row may have when left out.
     """
     ranks = trainer_ranks(config)
-    parts = trainer_state(config, hf_config, ranks) | trainer_work(config, hf_config, row_tokens, on_gpu=on_gpu)
-    shard = spec.param_count(hf_config) / ranks
-    saving = {"checkpoint being written": 3 * MASTER * shard, "weights being written": _written(config, hf_config)}
+    parts = trainer_state(config, hf_config) | trainer_work(config, hf_config, row_tokens, on_gpu=on_gpu)
+    saving = {
+        "checkpoint being written": parts["weights"] + parts["optimiser"],
+        "weights being written": _written(config, hf_config),
+    }
     if not on_gpu:
         return RoleMemory("trainer rank", ranks, host={"process": IDLE["trainer"], **parts, **saving})
     host = {"process": IDLE["trainer on a GPU"], **saving}
     return RoleMemory("trainer rank", ranks, parts, host, device.memory if device else None)
 
 
-def trainer_state(config: RunConfig, hf_config: HFConfig, ranks: int) -> dict[str, float]:
+def trainer_state(config: RunConfig, hf_config: HFConfig) -> dict[str, float]:
     """Bytes of a rank that stay from step to step, or for as long as a step lasts."""
-    shard = MASTER * spec.param_count(hf_config) / ranks
+    shards = trainer_ranks(config) / config.trainer.parallel.dp_replicate
+    weights = MASTER * spec.param_count(hf_config) / shards
+    trained = MASTER * trained_params(config, hf_config) / shards
     whole = BYTES[config.trainer.dtype] * (spec.root_params(hf_config) + 2 * spec.largest_layer(hf_config))
-    return {"weights": shard, "gradients": shard, "optimiser": 2 * shard, "gathered weights": whole}
+    return {"weights": weights, "gradients": trained, "optimiser": MOMENTS[config.optimizer.name] * trained,
+            "gathered weights": whole}  # fmt: skip
+
+
+def trained_params(config: RunConfig, hf_config: HFConfig) -> float:
+    """Parameters with a gradient: all; with adapters r(a + b) for each a x b matrix, every side taken to be as long as
+    the hidden size, since few are shorter."""
+    parameters, hidden = spec.param_count(hf_config), spec.layer_widths(hf_config)[0].hidden
+    if not config.lora.on:
+        return parameters
+    return min(1.0, 2 * config.lora.rank / hidden * len(config.lora.adapters)) * parameters
 
 
 def trainer_work(config: RunConfig, hf_config: HFConfig, row_tokens: int | None, *, on_gpu: bool) -> dict[str, float]:

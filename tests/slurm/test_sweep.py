@@ -12,7 +12,7 @@ import pytest
 from prime_hpc.commands import stop
 from prime_hpc.observe.sweep import read_sweep
 from tests.integration.runs import REPOSITORY
-from tests.slurm.test_runs import TINY
+from tests.slurm.slurm_runs import TINY
 from tools.slurm_sandbox import SlurmSandbox
 from tools.slurm_sandbox.waiting import wait_for
 

@@ -115,6 +115,19 @@ def test_shards_divide_state_but_not_activations() -> None:
     assert four["activations"] == one["activations"]
 
 
+def test_copies_optimisers_and_adapters_change_what_a_rank_holds() -> None:
+    whole = trainer_memory(make_config(ranks=4), DENSE_600M, on_gpu=True).gpu
+    copies = trainer_memory(make_config(ranks=4, parallel={"dp_replicate": 2}), DENSE_600M, on_gpu=True).gpu
+    assert copies["weights"] == 2 * whole["weights"]
+    config = make_config(ranks=4)
+    config.lora.rank = 16
+    adapted = trainer_memory(config, DENSE_600M, on_gpu=True).gpu
+    assert adapted["weights"] == whole["weights"]
+    assert adapted["optimiser"] == 2 * adapted["gradients"] == whole["optimiser"] * 2 * 16 / 1024
+    muon = parse({"optimizer": {"name": "muon"}, "trainer": {"ranks": 4}})
+    assert trainer_memory(muon, DENSE_600M, on_gpu=True).gpu["optimiser"] == whole["gradients"]
+
+
 def test_tensor_and_expert_parallel_engines_share_their_weights() -> None:
     moe = {**SIZES, **EXPERTS, "model_type": "qwen3_moe"}
     alone = engine_memory(parse({}), moe, gpus=1, device=H200).gpu["weights"]
