@@ -36,6 +36,13 @@ class LeaseKeeper:
         self._closed.set()
         self._thread.join()
 
+    def leave_if_lost(self) -> None:
+        """End this process where a newer attempt has begun."""
+        lease = read_json(self._path)
+        if lease and lease["attempt"] > self._attempt:
+            print(f"leaving: attempt {lease['attempt']} has taken over", file=sys.stderr, flush=True)
+            os._exit(EXIT_FENCED)
+
     def held(self) -> bool:
         """Whether no newer attempt has begun."""
         return (read_json(self._path) or {}).get("attempt") == self._attempt
@@ -45,10 +52,7 @@ class LeaseKeeper:
             self._renew()
 
     def _renew(self) -> None:
-        lease = read_json(self._path)
-        if lease and lease["attempt"] > self._attempt:
-            print(f"leaving: attempt {lease['attempt']} has taken over", file=sys.stderr, flush=True)
-            os._exit(EXIT_FENCED)
+        self.leave_if_lost()
         write_json(self._path, {"attempt": self._attempt, "beat": time.time()})
 
 

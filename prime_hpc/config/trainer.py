@@ -43,6 +43,18 @@ class SFTConfig:
 
 
 @dataclass(kw_only=True)
+class ReplayConfig:
+    """Training on what another run recorded (`mode: replay`)."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    rollouts: str = ""
+    """The `rollouts` folder of a run; step n trains its batch n."""
+    until: Positive | None = None
+    """Last step; `max_steps`, by which the learning rate goes, when left out."""
+
+
+@dataclass(kw_only=True)
 class ParallelConfig:
     """How the ranks divide model and batch; every degree that is left out follows from the others."""
 
@@ -50,6 +62,16 @@ class ParallelConfig:
 
     dp_replicate: Positive = 1
     """Copies of the sharded model (hybrid sharding), each on ranks / dp_replicate neighbouring ranks."""
+    cp: Positive = 1
+    """Ranks that divide each packed row (context parallelism)."""
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """ulysses exchanges heads for tokens around attention, at most one rank for each query head; ring passes keys and
+    values on."""
+    tp: Positive = 1
+    """Ranks that divide attention heads and channels of dense MLPs (tensor parallelism)."""
+    ep: Positive | Literal["auto"] = 1
+    """Ranks that divide the experts, within those that share a copy of the model; auto takes the largest number that
+    divides both and fits a node."""
 
 
 @dataclass(kw_only=True)
@@ -96,5 +118,7 @@ class TrainerConfig:
     """Deadline of a collective among ranks."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     """mode=sft."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """mode=replay."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""

@@ -15,14 +15,16 @@ states in float32 (native blocks on a CPU). hf: the same in float32 and in the m
 FLOAT32 = 4
 
 
-def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joined: bool) -> list[int]:
+def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joined: bool,
+               split: int = 1) -> list[int]:  # fmt: skip
     """Bytes of each layer for one token.
 
     Args:
         dtype_bytes: of the computation.
         joined: attention runs document by document, so that its output exists in parts and joined.
+        split: ranks that share heads and channels of MLPs (tensor parallelism); the residual stream is whole on each.
     """
-    return [_layer(widths, dtype_bytes, norm, joined) for widths in layer_widths(hf_config)]
+    return [_layer(widths, dtype_bytes, norm, joined, split) for widths in layer_widths(hf_config)]
 
 
 def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
@@ -30,10 +32,10 @@ def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
     return [widths.hidden * dtype_bytes for widths in layer_widths(hf_config)]
 
 
-def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool) -> int:
-    normed = 2 * widths.hidden + (widths.query + widths.key if widths.norms_heads else 0)
+def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int) -> int:
+    normed = 2 * widths.hidden + (widths.query + widths.key if widths.norms_heads else 0) // split
     attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)
-    channels = 2 * widths.hidden + attention + 4 * widths.feed_forward
+    channels = 2 * widths.hidden + (attention + 4 * widths.feed_forward) // split
     # rows sent to the experts, and what came back before it is weighted
     channels += 2 * widths.routed * widths.hidden
     router = FLOAT32 * widths.hidden if widths.routed and dtype_bytes < FLOAT32 else 0

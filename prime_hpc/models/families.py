@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_hpc.config.checks import read_json
+from prime_hpc.config.json_files import read_json
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 from prime_hpc.models.spec import HFConfig

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm
 
 
@@ -63,12 +64,13 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
     Args:
         rows: [m, k], sorted by group.
-        weights: [groups, n, k].
+        weights: [groups, n, k]; of a tensor that is divided by group, this rank's groups.
         counts: int64[groups], rows of each group; their sum is m.
 
     Returns:
         [m, n].
     """
+    weights = weights.to_local() if isinstance(weights, DTensor) else weights
     multiply = multiply_by_kernel if _has_kernel(rows, weights) else multiply_by_loop
     return multiply(rows, weights, counts)
 
@@ -86,6 +88,6 @@ def multiply_by_loop(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
     """Half precision on a GPU, and rows of whole 16 bytes on both sides."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[1:]):
+    if not rows.is_cuda or not len(rows) or rows.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[1:]):
         return False
     return torch.cuda.get_device_capability(rows.device) >= (8, 0)

@@ -56,8 +56,9 @@ def active_params(hf_config: HFConfig) -> int:
     return body + _outside(text)
 
 
-def train_flops(hf_config: HFConfig, seq_lens: list[int]) -> float:
-    """FLOPs of forward and backward over sequences of these lengths: three forwards, nothing recomputed.
+def train_flops(hf_config: HFConfig, seq_lens: list[int], *, frozen: bool = False) -> float:
+    """FLOPs of forward and backward over sequences of these lengths: three forwards, nothing recomputed. Where the
+    matrices are frozen, as under adapters (whose own are left out), they have two forwards' worth.
 
     Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
     sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs (the accounting of PaLM, appendix B, with
@@ -68,7 +69,7 @@ def train_flops(hf_config: HFConfig, seq_lens: list[int]) -> float:
     per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
     per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * text["num_hidden_layers"]
     pairs = sum(n * (n + 1) // 2 for n in seq_lens)
-    return 3.0 * (per_token * sum(seq_lens) + per_pair * pairs)
+    return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs
 
 
 def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
@@ -124,6 +125,28 @@ def layer_widths(hf_config: HFConfig) -> list[Widths]:
 def vocabulary(hf_config: HFConfig) -> int:
     """Rows of the LM head."""
     return _text(hf_config)["vocab_size"]
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """Sizes of a model that parallelism divides. `widths` are those of its dense and shared MLPs."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    widths: list[int]
+    experts: int
+    expert_width: int
+
+
+def divisions(hf_config: HFConfig) -> Divisions:
+    """The sizes that parallelism divides; no experts in a dense model."""
+    text = _text(hf_config)
+    experts, width = _num_experts(text), text.get("moe_intermediate_size") or text["intermediate_size"]
+    dense = not all(_is_sparse(text, i) for i in range(text["num_hidden_layers"])) if experts else True
+    shared = text.get("shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    widths = [size for size in (text["intermediate_size"] * dense, shared * bool(experts)) if size]
+    return Divisions(text["hidden_size"], text["num_attention_heads"], _kv_heads(text), widths, experts, width)
 
 
 def device_peak_flops(name: str) -> float | None:

@@ -4,6 +4,7 @@ Within 10 % of the peaks measured on a GPU so far (docs/benchmarks.md has both s
 """
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks
@@ -73,11 +74,15 @@ def trainer_memory(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool, devi
 
 
 def trainer_state(config: RunConfig, hf_config: HFConfig) -> dict[str, float]:
-    """Bytes of a rank that stay from step to step, or for as long as a step lasts."""
+    """Bytes of a rank that stay from step to step, or for as long as a step lasts.
+
+    Expert parallelism gathers less than is counted here: experts are taken to be whole on each rank.
+    """
     shards = trainer_ranks(config) / config.trainer.parallel.dp_replicate
     weights = MASTER * spec.param_count(hf_config) / shards
     trained = MASTER * trained_params(config, hf_config) / shards
-    whole = BYTES[config.trainer.dtype] * (spec.root_params(hf_config) + 2 * spec.largest_layer(hf_config))
+    split = config.trainer.parallel.tp
+    whole = BYTES[config.trainer.dtype] * (spec.root_params(hf_config) + 2 * spec.largest_layer(hf_config) / split)
     return {"weights": weights, "gradients": trained, "optimiser": MOMENTS[config.optimizer.name] * trained,
             "gathered weights": whole}  # fmt: skip
 
@@ -98,11 +103,11 @@ def trainer_work(config: RunConfig, hf_config: HFConfig, row_tokens: int | None,
     gradient of its weight.
     """
     trainer = config.trainer
-    tokens = row_tokens or longest_row(config)
+    tokens = ceil((row_tokens or longest_row(config)) / trainer.parallel.cp)
     width, vocabulary = BYTES[trainer.dtype], spec.vocabulary(hf_config)
     norm, hidden = _norm(config, hf_config, on_gpu=on_gpu), spec.layer_widths(hf_config)[0].hidden
     joined = trainer.attn in ("auto", "sdpa") and not trainer.compile
-    kept = activations.kept_bytes(hf_config, width, norm, joined=joined)
+    kept = activations.kept_bytes(hf_config, width, norm, joined=joined, split=trainer.parallel.tp)
     last = tokens * hidden * (activations.norm_bytes(norm, width) + 2 * width)
     logits = MASTER * min(tokens, trainer.head_chunk_tokens) * vocabulary
     head = max(3 * logits, 2 * logits + (MASTER + width) * vocabulary * hidden)

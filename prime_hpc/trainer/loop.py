@@ -17,6 +17,7 @@ from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, perfo
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
 from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
 from prime_hpc.trainer.optimizers import build_optimizers
+from prime_hpc.trainer.record_source import RecordSource
 from prime_hpc.trainer.sft_source import SFTSource
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.batches import BatchSource, open_source
@@ -50,6 +51,8 @@ def run(role: Role) -> None:
         if not received.micro_batches:
             break
         batch, step = received, step + 1
+        if batch.lr is not None:
+            optimizer.retune(batch.lr)
         role.reach("step.before")
         role.rendezvous.publish("training", step=step)
         role.heart.progress(f"training step {step}")
@@ -97,7 +100,7 @@ def forward_backward(
             loss = loss + own
             totals.add(tenant, own, metrics)
         loss.backward()
-        totals.count(micro, hf_config)
+        totals.count(micro, hf_config, frozen=policy.lora is not None)
     result = totals.reduce(world)
     # alone, an adapter would not see this batch if it had nothing to train on
     losses = {tenant: loss for tenant, loss in result.losses.items() if tenant == WHOLE or counts[tenant]}
@@ -130,6 +133,8 @@ def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int
 def _open_source(role: Role, world: distributed.World, policy: PolicyModel) -> BatchSource:
     if role.config.mode == "sft":
         return SFTSource(role, world, policy)
+    if role.config.mode == "replay":
+        return RecordSource(role, world)
     return open_source(role, world.dp_rank, world.dp_size, asks=world.rank % world.row_ranks == 0)
 
 

@@ -51,12 +51,12 @@ class BatchTotals:
         for name, pair in metrics.items():
             self.pairs.setdefault(name, []).append(torch.stack(pair))
 
-    def count(self, micro: MicroBatch, hf_config: dict) -> None:
-        """The work of a row."""
+    def count(self, micro: MicroBatch, hf_config: dict, *, frozen: bool) -> None:
+        """The work of a row, under adapters if the model is frozen."""
         self.tokens += sum(micro.seq_lens)
         if micro.routed_experts:
             self.replayed += int((micro.routed_experts.numpy().min(axis=(1, 2)) >= 0).sum())
-        self.flops += spec.train_flops(hf_config, micro.seq_lens)
+        self.flops += spec.train_flops(hf_config, micro.seq_lens, frozen=frozen)
 
     def reduce(self, world: World) -> "BatchResult":
         """The sums over all rows, the same on each rank; ranks that see the same rows have the same sums."""

@@ -16,7 +16,7 @@ from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models import families
-from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, open_attention
+from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
@@ -25,7 +25,8 @@ from prime_hpc.trainer import attention
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
 from prime_hpc.trainer.optim import WHOLE
-from prime_hpc.trainer.parallel.shard import shard
+from prime_hpc.trainer.parallel.context import ContextParallel, Part
+from prime_hpc.trainer.parallel.shard import divide_blocks, shard
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -77,6 +78,7 @@ class PolicyModel(nn.Module):
         self.model = decoder
         self.lm_head = head
         self.backend = backend
+        self.context = ContextParallel()
         self._chunk = chunk
 
     @property
@@ -94,14 +96,15 @@ class PolicyModel(nn.Module):
         Returns:
             Two float32[n] in nats; log(1/V) and log(V) where a token is not scored. Only the first has a gradient.
         """
+        part = self.context.divide(row)
         if self.lora:
-            self.lora.select(row.adapters)
-        hidden = self.hidden_states(row)
-        weight, scored = self.head_weight, row.scored
-        logprobs, entropy = score_tokens(hidden[scored - 1], weight, row.token_ids[scored], row.temperatures[scored],
+            self.lora.select(part.row.adapters)
+        hidden = self.hidden_states(part)
+        weight, scored = self.head_weight, part.scored
+        logprobs, entropy = score_tokens(hidden[part.before], weight, row.token_ids[scored], row.temperatures[scored],
                                          self._chunk)  # fmt: skip
         uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
-        return (-uniform).index_copy(0, scored, logprobs), uniform.index_copy(0, scored, entropy)
+        return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
 
     def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """One step of sampling.
@@ -128,8 +131,8 @@ class PolicyModel(nn.Module):
         """The tenant that trains on samples of `adapter`, which are the first's where they name none."""
         return WHOLE if self.lora is None else adapter or self.lora.adapters[0]
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        """[n, h] of the last layer, normed."""
+    def hidden_states(self, part: Part) -> Tensor:
+        """[n, h] of the last layer, normed, of this rank's tokens."""
         raise NotImplementedError
 
     def extend(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -151,8 +154,9 @@ class HFPolicy(PolicyModel):
         super().__init__(hf.base_model, head, hf.config, backend, chunk)
         self._implementation = hf.config._attn_implementation
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        documents = attention.row_arguments(self._implementation, self.backend, row.seq_lens, row.token_ids.device)
+    def hidden_states(self, part: Part) -> Tensor:
+        row, open_attend = part.row, partial(self.context.open_attention, self.backend)
+        documents = attention.row_arguments(self._implementation, open_attend, row.seq_lens, row.token_ids.device)
         return self.model(input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False,
                           **documents).last_hidden_state[0]  # fmt: skip
 
@@ -179,10 +183,13 @@ class NativePolicy(PolicyModel):
         self.conversion = lm.conversion
         self._load = ExpertLoad(lm)
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        attend = open_attention(self.backend, row.seq_lens, row.token_ids.device)
+    def hidden_states(self, part: Part) -> Tensor:
+        """Neither padding nor rows that train nothing count as load of the experts."""
+        row = part.row
+        attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device)
         hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
-        self._load.add(chosen)
+        counted = part.real if len(row.scored) else 0
+        self._load.add([layer[:counted] for layer in chosen])
         return hidden
 
     def extend(
@@ -194,7 +201,8 @@ class NativePolicy(PolicyModel):
         return hidden.unflatten(0, token_ids.shape)[:, -1], cache
 
     def balance_experts(self, rate: float) -> dict[str, float]:
-        """Sums the load over all ranks, so that the biases stay alike on them."""
+        """Sums the load over all ranks, so that the biases stay alike on them. That ranks which see the same tokens all
+        count them changes neither a comparison with the mean nor a ratio to it."""
         load = self._load.take()
         if load is None:
             return {}
@@ -213,6 +221,8 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     """
     trainer = config.trainer
     policy = build_on_meta(config, world.device).eval()
+    policy.context = ContextParallel(world.mesh.cp, trainer.parallel.cp_style)
+    divide_blocks(policy.blocks, world.mesh)
     for block in policy.blocks:
         if trainer.compile:
             block.forward = torch.compile(block.forward)
@@ -233,6 +243,9 @@ def build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.trainer.dtype))
         policy.lora = attach(policy, sorted(lora.adapters), lora.rank, lora.alpha, lora.targets)
+        if not policy.lora.updates:
+            expected = f"a matrix that {config.model.path} has"
+            raise ConfigurationError([ConfigProblem("lora.targets", lora.targets, expected)])
     return policy
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from prime_hpc.cluster.faults import Fault
-from tests.slurm.slurm_runs import SLOW_TOKENS, SlurmRun, assert_whole
+from tests.slurm.slurm_runs import SLOW_TOKENS, SlurmRun, assert_whole, lives
 from tools.slurm_sandbox import SlurmSandbox
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -30,12 +30,12 @@ def test_a_run_saves_before_the_time_limit_and_goes_on(
 ) -> None:
     """Every save takes 8 s, so the run must leave early enough for one."""
     long_saves = [Fault(process="trainer-0", point="save.during", action="sleep", seconds=8, count=n)
-                  for n in range(1, 20)]  # fmt: skip
-    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=24", "cluster.time='00:02:00'",
+                  for n in range(1, 40)]  # fmt: skip
+    run = SlurmRun(slurm, tmp_path, tiny_model, "limited", "max_steps=80", "cluster.time='00:04:00'",
                    "cluster.signal_s=30", f"cluster.requeue={requeue}".lower(), SLOW_TOKENS,
                    faults=long_saves)  # fmt: skip
     run.until_complete()
-    assert_whole(run, 24)
+    assert_whole(run, 80)
     assert "draining, as the supervisor asked" in run.output
     jobs = {path.stem.removeprefix("job_") for path in (run.root / "logs").glob("job_*.log")}
     assert (len(jobs) == 1) == requeue and len(run.attempts) > 1
@@ -66,22 +66,28 @@ def test_a_cancelled_component_has_the_job_start_again(slurm: SlurmSandbox, tmp_
 
 
 @pytest.mark.parametrize("node", ["node4", "node0"], ids=["of a trainer rank", "of the supervisor"])
-def test_tasks_of_a_node_that_was_given_up_end_by_themselves(
+def test_what_wakes_on_a_node_that_was_given_up_leaves_the_run_to_its_successor(
     node: str, slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
 ) -> None:
+    """slurmd is gone, and a process of the node stands still until the run has gone on without it."""
     run = SlurmRun(slurm, tmp_path, tiny_model, "silent", "max_steps=30", f"cluster.lease_s={LEASE_S}")
     run.until_step(5)
-    left = psutil.Process(run.record("trainer-1" if node == "node4" else "orchestrator-0")["pid"])
-    supervisor = run.batch
+    sleeper = psutil.Process(run.record("trainer-1")["pid"]) if node == "node4" else run.batch
+    sleeper.suspend()
     slurm.kill_slurmd(node)
     slurm.give_up(node)
-    slurm.wait(run.job.job_id, "PENDING")
-    assert left.is_running(), "Slurm has requeued the job beside a task that lives on"
-    run.until(lambda: not (left.is_running() or supervisor.is_running()), "the end of the old attempt", 60)
-    assert not run.survivors()
+    run.until(lambda: set(slurm.states(run.job.job_id).values()) == {"PENDING"}, "the requeue")
+    assert lives(sleeper)
     slurm.restart_slurmd(node)
+    run.until(lambda: run.attempts == [1, 2], "the second attempt")
+    before = max(run.reported)
+    run.until_step(before + 3)
+    if lives(sleeper):  # a slurmd that is back may have found it first
+        sleeper.resume()
+    run.until(lambda: not lives(sleeper), "its end", 60)
     run.until_complete()
     assert_gone_on(run, 30)
+    assert not [event for event in run.events if event["attempt"] == 2 and event["kind"] in ("exit", "hang")]
 
 
 def test_a_lost_node_has_the_job_start_again(slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path) -> None:
@@ -108,9 +114,9 @@ def test_a_preempted_run_goes_on_when_the_nodes_are_free_again(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 80 MB."""
-    folder = tmp_path / "disk"
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """A shared directory of 80 MB."""
+    folder = tmp_path / "shared"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
@@ -119,11 +125,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_shared_directory_is_waited_for(small_disk: Path, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_full_shared_directory_is_waited_for(shared: Path, tmp_path: Path, tiny_model: Path) -> None:
     with SlurmSandbox(tmp_path / "slurm") as slurm:
-        run = SlurmRun(slurm, small_disk, tiny_model, "full", "max_steps=30")
+        run = SlurmRun(slurm, shared, tiny_model, "full", "max_steps=30")
         run.until_step(5)
-        ballast = small_disk / "ballast"
+        ballast = shared / "ballast"
         subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=64k"], capture_output=True)
         run.until(lambda: "it is tried again" in run.log("trainer-0") + run.log("orchestrator-0"), "a full disk")
         ballast.unlink()

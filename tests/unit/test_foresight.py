@@ -119,6 +119,10 @@ def test_copies_optimisers_and_adapters_change_what_a_rank_holds() -> None:
     whole = trainer_memory(make_config(ranks=4), DENSE_600M, on_gpu=True).gpu
     copies = trainer_memory(make_config(ranks=4, parallel={"dp_replicate": 2}), DENSE_600M, on_gpu=True).gpu
     assert copies["weights"] == 2 * whole["weights"]
+    halves = trainer_memory(make_config(ranks=4, parallel={"cp": 2}), DENSE_600M, on_gpu=True).gpu
+    assert (halves["activations"], halves["weights"]) == (whole["activations"] / 2, whole["weights"])
+    narrow = trainer_memory(make_config(ranks=4, parallel={"tp": 2}), DENSE_600M, on_gpu=True).gpu
+    assert whole["activations"] / 2 < narrow["activations"] < whole["activations"]
     config = make_config(ranks=4)
     config.lora.rank = 16
     adapted = trainer_memory(config, DENSE_600M, on_gpu=True).gpu

@@ -44,15 +44,20 @@ POLL_S = 0.5
 
 
 class Alarm:
-    """Why the run should leave the job: a signal that Slurm has sent, or the time limit."""
+    """Why the run should leave the job: a signal that Slurm has sent, or the time limit.
 
-    def __init__(self, deadline: Deadline):
-        self._deadline = deadline
+    A supervisor that stood still while another took over must not act on what it finds; so it looks at the lease first.
+    """
+
+    def __init__(self, deadline: Deadline, lease: LeaseKeeper | None):
+        self._deadline, self._lease = deadline, lease
         self._told: str | None = None
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def __call__(self) -> str | None:
+        if self._lease:
+            self._lease.leave_if_lost()
         return self._told or self._deadline.reached()
 
     def _note(self, number: int, _: object) -> None:
@@ -68,11 +73,11 @@ def run_job(plan: RunPlan, job: Job) -> int:
     if too_short := deadline.too_short():
         view.say(too_short)
         return 1
-    with _lease(plan, config, paths) if main else nullcontext():
+    with _lease(plan, config, paths) if main else nullcontext() as lease:
         hosts = Hosts(plan, job, view.say)
         hosts.settle(units)
         supervisor = Supervisor(plan, config, paths, StepStarter(plan, hosts), view, units=units, leads=main,
-                                alarm=Alarm(deadline))  # fmt: skip
+                                alarm=Alarm(deadline, lease))  # fmt: skip
         interrupted = None
         try:
             ending = supervisor.run()
@@ -84,6 +89,9 @@ def run_job(plan: RunPlan, job: Job) -> int:
             interrupted, code, goes_on = "interrupted", EXIT_INTERRUPTED, False
         finally:
             supervisor.stop(interrupted)
+    if goes_on and (reason := deadline.fruitless()):
+        view.say(reason)
+        return 1
     if goes_on:
         _go_on(plan, job, job_id, view)
     return code
@@ -147,12 +155,12 @@ def _measured(view: View, plan: RunPlan, paths: RunPaths, job_id: str) -> View:
 
 
 @contextmanager
-def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[None]:
+def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[LeaseKeeper]:
     """The lease of the attempt and the run's secrets, which exist before it and as long as it."""
     secrets.create(paths.root)
     lease = LeaseKeeper(paths.rendezvous, plan.attempt, config.cluster.lease_s)
     try:
-        yield
+        yield lease
     finally:
         lease.close()
         if lease.held():  # else they are those of a newer attempt

@@ -42,6 +42,7 @@ class Deadline:
         self._paths, self._job_id = paths, job_id
         self._asked = -self.ASK_S
         self._drain_at: float | None = None
+        self._first_step, self._reached = _newest_step(paths), False
 
     def reached(self) -> str | None:
         """Why the run should be drained now, or None."""
@@ -50,7 +51,14 @@ class Deadline:
             end, needs = moment(self._job_id, ENDS), Needs.measure(self._paths)
             self._drain_at = end - needs.total_s - needs.step_s - self.ASK_S if end else None
         if self._drain_at and time.time() > self._drain_at:
+            self._reached = True
             return "the job's time limit is near"
+        return None
+
+    def fruitless(self) -> str | None:
+        """Why another job of the same length would not bring the run on; None where it may."""
+        if self._reached and _newest_step(self._paths) == self._first_step:
+            return "the time limit came before the first step, and would again: ask for more time (cluster.time)"
         return None
 
     def too_short(self) -> str | None:
@@ -61,6 +69,10 @@ class Deadline:
             return (f"{left:.0f} s are left of the job, but a step takes {needs.step_s:.0f} s and a save "
                     f"{needs.save_s:.0f} s: ask for more time (cluster.time)")  # fmt: skip
         return None
+
+
+def _newest_step(paths: RunPaths) -> int:
+    return max(read_metrics(paths.metrics), default=0)
 
 
 def _quantile(rows: list[dict], name: str) -> float:
