@@ -256,6 +256,10 @@ def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in config.inference.vllm:
             yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
                                 "to be left out: an engine listens where the system has a free port")  # fmt: skip
+    limit = config.inference.vllm.get("max_model_len")
+    if isinstance(limit, int) and limit < config.seq_len:
+        yield ConfigProblem("inference.vllm.max_model_len", limit,
+                            f"at least seq_len = {config.seq_len}, or engines cut rollouts short")  # fmt: skip
 
 
 def _sft(config: RunConfig) -> Iterator[ConfigProblem]:

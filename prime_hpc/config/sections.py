@@ -138,6 +138,8 @@ class LauncherConfig:
     """dry_run: the launcher whose plan is made."""
     submit: bool = True
     """Under Slurm: submit a job. false runs in the allocation around this process, for batch scripts of your own."""
+    slot: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")] | None = None
+    """Under Slurm: jobs of one slot run one after the other, whichever runs they belong to. Sweeps set it."""
     live: bool = True
     """Show a live view on a terminal; plain lines otherwise."""
     stop_grace_s: Seconds = 10.0
