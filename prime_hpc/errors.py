@@ -72,7 +72,7 @@ class DeadlineExceeded(InfrastructureFailure):
         super().__init__(f"{waiter} waited {seconds:.0f} s for {wanted} from {owner}; see the log of {owner}")
 
 
-def nearest_name(name: str, valid: list[str]) -> str | None:
-    """The valid name closest to a mistyped one, or None when nothing is close."""
-    matches = get_close_matches(name, valid, n=1, cutoff=0.6)
+def nearest_name(name: str, valid: list[str], likeness: float = 0.6) -> str | None:
+    """The valid name closest to a mistyped one, or None when none is as like as that."""
+    matches = get_close_matches(name, valid, n=1, cutoff=likeness)
     return matches[0] if matches else None

@@ -26,6 +26,7 @@ from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 from prime_hpc.trainer import loop
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, Sample, StepReport, decode, encode
+from tests.rank_pool import RankPool
 
 REPO = Path(__file__).parents[1]
 BASE = {
@@ -50,7 +51,8 @@ class TrainerRun:
         self, steps: int, *, poison: int | None = None, samples: Callable[[int], list[Sample]] | None = None
     ) -> "TrainerRun":
         """Write batches 1 to `steps` of `samples`; batch `poison` has advantages that are not a number."""
-        ranks = len(self.plan.of("trainer"))
+        parallel = self.plan.config["trainer"]["parallel"]
+        ranks = len(self.plan.of("trainer")) // (parallel["cp"] * parallel["tp"])
         for step in range(1, steps + 1):
             batch_samples = samples(step) if samples else make_samples(step, nan=step == poison)
             for rank, micro_batches in enumerate(pack(batch_samples, ranks, self.plan.config["seq_len"])):
@@ -69,6 +71,13 @@ class TrainerRun:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+        return self
+
+    def train_on(self, pool: RankPool) -> "TrainerRun":
+        """Run the ranks in processes of a pool."""
+        self.paths.plan.write_bytes(self.plan.dump())
+        with self.supervised():
+            pool.run(len(self.plan.of("trainer")), train_rank, self.plan, os.environ["PRIME_HPC_HOME"])
         return self
 
     def train_in_processes(self) -> "TrainerRun":
@@ -101,6 +110,12 @@ class TrainerRun:
         message = decode(request.split(b"\n", 1))
         assert isinstance(message, BatchRequest)
         return message.report
+
+
+def train_rank(rank: int, plan: RunPlan, home: str) -> None:
+    """What the process of a rank does. Its home is that of the test, not of the pool."""
+    os.environ["PRIME_HPC_HOME"] = home
+    loop.run(Role(plan, plan.process(f"trainer-{rank}")))
 
 
 def make_run(

@@ -7,6 +7,7 @@ import numpy as np
 from prime_hpc.algorithms import advantages
 from prime_hpc.algorithms.filters import trains, without_zero_advantage
 from prime_hpc.algorithms.imports import import_function
+from prime_hpc.algorithms.routing import route
 from prime_hpc.algorithms.shaping import shaped_rewards
 from prime_hpc.algorithms.trajectories import Trajectory
 from prime_hpc.config.algorithm import (
@@ -43,6 +44,9 @@ class CreditAssigner:
             if not np.isfinite(trajectory.reward):
                 raise ValueError(f"rewards must be finite, {trajectory.episode} has {trajectory.reward}: failed "
                                  "rollouts have no place in a group")  # fmt: skip
+        if self._config.component != "rl":
+            return [[route(sample, self._config.component) for t in group for sample in t.samples]
+                    for group in groups]  # fmt: skip
         values = self._values(groups)
         return [[sample for t, v in zip(group, of_group, strict=True) for sample in spread(t, v)]
                 for group, of_group in zip(groups, values, strict=True)]  # fmt: skip
@@ -74,14 +78,15 @@ class CreditAssigner:
                         for r, group in zip(rewards, groups, strict=True)]  # fmt: skip
             case CustomAlgorithm():
                 return _custom(config)(groups, rewards, **config.kwargs)
+        raise TypeError(f"{config.name} makes no advantages")
 
 
 def informative(group: Group, config: AlgorithmConfig) -> bool:
     """Whether a finished group would train anything, seen by itself: what to ask before a group counts towards a batch
     that is filled up with others in place of those without a signal. Algorithms that do not compare a group, and so
-    give every reward an advantage, always say yes."""
-    if not config.compares_group:
-        return True
+    give every reward an advantage, say yes to any that is not empty."""
+    if not group or not config.compares_group:
+        return bool(group)
     [samples] = CreditAssigner(config).assign([group])
     return any(trains(without_zero_advantage(sample)[0]) for sample in samples)
 

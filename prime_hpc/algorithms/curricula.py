@@ -2,7 +2,7 @@
 
 import random
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,13 +139,17 @@ class Mixture:
 
     def __init__(self, shares: Mapping[str, Mapping[int, float]]):
         """Of each source its share by training step, linear between the steps given and constant outside them."""
-        self._shares = {name: np.array(sorted(points.items()), dtype=float) for name, points in shares.items()}
+        self.set_shares(shares)
         self._credits = dict.fromkeys(shares, 0.0)
 
-    def draw(self, step: int) -> str:
-        """The source of a group that is opened for batch `step`."""
+    def set_shares(self, shares: Mapping[str, Mapping[int, float]]) -> None:
+        """Shares from now on; what each source is owed stays."""
+        self._shares = {name: np.array(sorted(points.items()), dtype=float) for name, points in shares.items()}
+
+    def draw(self, step: int, resting: Collection[str] = ()) -> str:
+        """The source of a group that is opened for batch `step`; those that rest keep their credit for later."""
         self._earn(step)
-        richest = max(self._credits, key=lambda name: self._credits[name])
+        richest = max((name for name in self._credits if name not in resting), key=lambda name: self._credits[name])
         self._credits[richest] -= 1.0
         return richest
 

@@ -1,12 +1,17 @@
 """From the samples of a batch to micro-batches of every rank: a pure function of lengths, ranks and row size."""
 
 import heapq
+import json
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from prime_hpc.algorithms.staleness import single_version
+from prime_hpc.config.run import RunConfig
+from prime_hpc.models.spec import train_flops
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, RoutedExperts, Sample
 
@@ -36,6 +41,12 @@ def pack(samples: list[Sample], ranks: int, max_tokens: int, cost: Cost | None =
         [_join([samples[i] for i in row], max_tokens) if row else _dummy(shortest, max_tokens) for row in rows]
         for rows in arrange(lengths, ranks, max_tokens, cost)
     ]
+
+
+def pack_batch(samples: list[Sample], ranks: int, config: RunConfig) -> list[list[MicroBatch]]:
+    """`pack` into the rows of a run, by the FLOPs of its model."""
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    return pack(samples, ranks, config.trainer.micro_batch_tokens or config.seq_len, partial(train_flops, model))
 
 
 def arrange(lengths: list[int], ranks: int, max_tokens: int, cost: Cost) -> list[list[list[int]]]:

@@ -20,29 +20,18 @@ def route(sample: Sample, component: Component) -> Sample:
     distillation from whoever sampled them.
 
     Raises:
-        ValueError: unknown component.
+        ValueError: unknown component, or ref_kl for a sample that no reference has scored.
     """
     if component == "rl":
         return sample
     if component == "ce":
         return msgspec.structs.replace(sample, rl_weights=_zeros(sample), ce_weights=_joined(sample, sample.ce_weights))
     if component == "ref_kl":
+        if sample.ref_logprobs is None:
+            raise ValueError(f"{sample.sample_id} was not scored under a reference")
         weights = _joined(sample, sample.ref_kl_weights)
         return msgspec.structs.replace(sample, rl_weights=_zeros(sample), ref_kl_weights=weights)
     raise ValueError(f"unknown loss component {component!r}: expected rl, ce or ref_kl")
-
-
-def distil(sample: Sample, ref_logprobs: Sequence[float] | np.ndarray) -> Sample:
-    """On-policy distillation: `sample` with its masked tokens in ref_kl, against a teacher's log-probability of every
-    token [n] (for the policy as its own teacher: scored behind a demonstration, whose tokens are cut off again).
-
-    Raises:
-        ValueError: as many log-probabilities as tokens are needed.
-    """
-    if len(ref_logprobs) != len(sample.token_ids):
-        raise ValueError(f"{len(ref_logprobs)} reference log-probabilities do not align with the "
-                         f"{len(sample.token_ids)} tokens of {sample.sample_id}")  # fmt: skip
-    return route(msgspec.structs.replace(sample, ref_logprobs=Array.of(ref_logprobs, "f4")), "ref_kl")
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,15 @@ def token_staleness(sample: Sample, step: int) -> np.ndarray:
     return (step - 1) - steps[inverse]
 
 
+def discounted(sample: Sample, step: int, factor: float) -> Sample:
+    """`sample` with the policy-gradient weight of each masked token times `factor` to the power of its staleness."""
+    mask, versions = sample.mask.numpy(), sample.versions.numpy()
+    aged = mask & (versions != NOT_SAMPLED)
+    weights = np.ones(len(mask), dtype=np.float32) if sample.rl_weights is None else sample.rl_weights.numpy().copy()
+    weights[aged] *= factor ** token_staleness(sample, step)
+    return msgspec.structs.replace(sample, rl_weights=Array.of(weights, "f4"))
+
+
 def max_age(sample: Sample, step: int) -> int:
     """Staleness of the oldest masked token; 0 where there is none."""
     return int(token_staleness(sample, step).max(initial=0))

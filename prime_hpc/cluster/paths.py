@@ -27,6 +27,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def live(self) -> Path:
+        """What was changed while the run worked."""
+        return self.root / "live.json"
+
+    @property
     def control(self) -> Path:
         return self.rendezvous / "control"
 
@@ -46,6 +51,10 @@ class RunPaths:
     @property
     def acks(self) -> Path:
         return self.rendezvous / "acks"
+
+    def host_copy(self, process: str) -> Path:
+        """Links to an engine's copy of the weights in the memory of its node."""
+        return self.rendezvous / "host_copies" / process
 
     @property
     def checkpoints(self) -> Path:

@@ -102,6 +102,8 @@ class Credit:
     __pydantic_config__ = FORBID_UNKNOWN
     compares_group: ClassVar[bool] = True
     """Whether a group of one rollout has no advantage."""
+    component: ClassVar[Literal["rl", "ce", "ref_kl"]] = "rl"
+    """The loss component of sampled tokens."""
 
     length_penalty: LengthPenalty | None = None
     """Changes rewards before they become advantages; recorded rewards stay as they are."""
@@ -173,6 +175,46 @@ class HierarchicalGRPO(Credit):
 
 
 @dataclass(kw_only=True)
+class OPD(Credit):
+    """On-policy distillation: the policy samples, a teacher scores every token (the reference KL is the loss)."""
+
+    name: Literal["opd"] = "opd"
+    """The algorithm."""
+    compares_group: ClassVar[bool] = False
+    component: ClassVar[Literal["rl", "ce", "ref_kl"]] = "ref_kl"
+    teacher: str
+    """Name of a `frozen` model."""
+
+
+@dataclass(kw_only=True)
+class OPSD(Credit):
+    """On-policy self-distillation: the teacher is the policy itself, which has seen a demonstration."""
+
+    name: Literal["opsd"] = "opsd"
+    """The algorithm."""
+    compares_group: ClassVar[bool] = False
+    component: ClassVar[Literal["rl", "ce", "ref_kl"]] = "ref_kl"
+    demonstration: str = "demonstration"
+    """Field of the task's data, or of the trace's `info`, that holds the demonstration."""
+    template: Annotated[str, Field(pattern=r"\{demonstration\}")] = "An expert answered so:\n{demonstration}"
+    """What the teacher sees before the conversation."""
+    role: Literal["system", "user"] = "system"
+    """Who says it."""
+
+
+@dataclass(kw_only=True)
+class Distillation(Credit):
+    """Hard distillation: a teacher samples, the policy learns its tokens by cross-entropy."""
+
+    name: Literal["sft"] = "sft"
+    """The algorithm."""
+    compares_group: ClassVar[bool] = False
+    component: ClassVar[Literal["rl", "ce", "ref_kl"]] = "ce"
+    teacher: str
+    """Name of a `frozen` model."""
+
+
+@dataclass(kw_only=True)
 class CustomAlgorithm(Credit):
     """A function of yours, called once a batch."""
 
@@ -186,5 +228,6 @@ class CustomAlgorithm(Credit):
 
 
 AlgorithmConfig = Annotated[
-    GRPO | MaxRL | RLOO | ReinforcePlusPlus | RAE | HierarchicalGRPO | CustomAlgorithm, Field(discriminator="name")
+    GRPO | MaxRL | RLOO | ReinforcePlusPlus | RAE | HierarchicalGRPO | OPD | OPSD | Distillation | CustomAlgorithm,
+    Field(discriminator="name"),
 ]

@@ -1,19 +1,20 @@
 """Checks across fields: combinations that the types allow and a run does not survive. None needs torch or a GPU."""
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prime_hpc.config.algorithm import AlgorithmConfig, CustomAlgorithm
+from prime_hpc.config.algorithm import OPD, OPSD, AlgorithmConfig, CustomAlgorithm, Distillation
 from prime_hpc.config.curriculum import DifficultyPools
-from prime_hpc.config.env import SourceConfig
-from prime_hpc.config.loss import CustomLoss, ImportanceLoss
+from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.frozen_checks import find_frozen_problems
+from prime_hpc.config.json_files import read_json
+from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sizes import trainer_ranks
+from prime_hpc.config.sizes import rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.errors import ConfigProblem, nearest_name
 
@@ -25,13 +26,17 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
+    sampled = (_functions, _sources, _adapters, _sampling, _engines, _teachers, find_frozen_problems)
     by_mode = {
-        "rl": (_rollouts, _loss, _functions, _sources, _adapters, _sampling, _engines),
+        "rl": (_rollouts, _loss, *sampled),
         "sft": (_sft,),
+        "sample": (_rollouts, *sampled),
+        "replay": (_loss, _replay),
         "serve": (_engines,),
+        "bench": (_bench,),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [_model, _optimizer, _lora, *by_mode[config.mode], *slurm]
+    checks = [_model, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -51,6 +56,10 @@ def _may_lack(config: RunConfig) -> list[Path]:
 
 
 def _model(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.model.shape:
+        if config.mode != "bench":
+            yield ConfigProblem("model.shape", "{...}", "to be left out: only mode=bench runs without weights")
+        return
     path, absent = Path(config.model.path), [path.name for path in _may_lack(config)]
     if not config.model.path or not (path.is_dir() or "config.json" in absent):
         yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
@@ -60,9 +69,9 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
     limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
-    if limit and config.seq_len > limit:
+    if limit and config.seq_len > limit and config.mode != "bench":
         yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
-    if "tokenizer_config.json" not in absent:
+    if "tokenizer_config.json" not in absent and config.mode != "bench":
         yield from _tokenizer(config)
 
 
@@ -128,6 +137,10 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.pause.max_s >= config.trainer.batch_timeout_s:
         yield ConfigProblem("pause.max_s", config.pause.max_s,
                             f"less than trainer.batch_timeout_s = {config.trainer.batch_timeout_s:.0f}")  # fmt: skip
+    yield from _rows(config)
+
+
+def _rows(config: RunConfig) -> Iterator[ConfigProblem]:
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
@@ -144,10 +157,34 @@ def _loss(config: RunConfig) -> Iterator[ConfigProblem]:
         return
     if loss.normalise == "length" and loss.length is None:
         yield ConfigProblem("loss.length", None, "tokens that every sequence counts for, since loss.normalise=length")
-    if loss.ref_tau:
-        yield ConfigProblem("loss.ref_tau", loss.ref_tau, "0: nothing scores rollouts under a reference model yet")
+    if loss.ref_tau and loss.reference not in config.frozen:
+        yield ConfigProblem("loss.reference", loss.reference, "the name of a model under `frozen`, as loss.ref_tau > 0",
+                            nearest_name(str(loss.reference), list(config.frozen)))  # fmt: skip
     if isinstance(loss, ImportanceLoss) and loss.low >= loss.high:
         yield ConfigProblem("loss.low", loss.low, f"less than loss.high = {loss.high}")
+
+
+def _teachers(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Algorithms whose teacher is missing, or that compare log-probabilities of different distributions."""
+    for key, algorithm, sampling in _credited(config):
+        teacher = getattr(algorithm, "teacher", None)
+        if teacher is not None and teacher not in config.frozen:
+            yield ConfigProblem(f"{key}.teacher", teacher, "the name of a model under `frozen`",
+                                nearest_name(teacher, list(config.frozen)))  # fmt: skip
+        scored = isinstance(algorithm, OPSD) or _scorer(config, algorithm)
+        if scored and (sampling.temperature != 1 or sampling.top_p != 1):
+            yield ConfigProblem(f"{key}.name", algorithm.name, "temperature and top_p of 1 in the source's sampling, "
+                                "since a reference scores at temperature 1")  # fmt: skip
+        limit = config.inference.vllm.get("max_model_len")
+        if isinstance(algorithm, OPSD) and (limit is None or limit <= config.seq_len):
+            yield ConfigProblem("inference.vllm.max_model_len", limit, f"more than seq_len = {config.seq_len}: the "
+                                "policy as its own teacher reads a demonstration too")  # fmt: skip
+
+
+def _credited(config: RunConfig) -> list[tuple[str, AlgorithmConfig, SamplingConfig]]:
+    """The algorithm of each training source, with its key."""
+    return [(f"env.train.{i}.algorithm" if source.algorithm else "algorithm", source.algorithm or config.algorithm,
+             source.sampling) for i, source in enumerate(config.env.train)]  # fmt: skip
 
 
 def _functions(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -219,17 +256,44 @@ def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in config.inference.vllm:
             yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
                                 "to be left out: an engine listens where the system has a free port")  # fmt: skip
+    limit = config.inference.vllm.get("max_model_len")
+    if isinstance(limit, int) and limit < config.seq_len:
+        yield ConfigProblem("inference.vllm.max_model_len", limit,
+                            f"at least seq_len = {config.seq_len}, or engines cut rollouts short")  # fmt: skip
 
 
 def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
     sft = config.trainer.sft
     if not sft.data or not Path(sft.data).is_file():
         yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
-    ranks = trainer_ranks(config)
-    if sft.batch_size % ranks:
-        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size, f"a multiple of trainer.ranks = {ranks}")
+    rows = rows_at_once(config)
+    if sft.batch_size % rows:
+        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
+                            f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def _replay(config: RunConfig) -> Iterator[ConfigProblem]:
+    rollouts = config.trainer.replay.rollouts
+    if not rollouts or not Path(rollouts).is_dir():
+        yield ConfigProblem("trainer.replay.rollouts", rollouts, "the `rollouts` folder of a run")
+
+
+def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:
+    if not config.trainer.fp8:
+        return
+    if config.trainer.dtype != "bfloat16":
+        yield ConfigProblem("trainer.fp8", True, f"false, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
+    if config.lora.on:
+        yield ConfigProblem("trainer.fp8", True, "false with adapters, whose base is not trained")
+
+
+def _bench(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.trainer.bench.warmup >= config.max_steps:
+        yield ConfigProblem("trainer.bench.warmup", config.trainer.bench.warmup,
+                            f"less than max_steps = {config.max_steps}, which counts warm-up steps too")  # fmt: skip
+    yield from _rows(config)
 
 
 def source_name(source: SourceConfig) -> str:
@@ -243,6 +307,25 @@ def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
     return next(own, None) or config.algorithm
 
 
+def sampled_by(config: RunConfig, source: str) -> str | None:
+    """The frozen model that samples a training source in the policy's place, if one does."""
+    algorithm = source_algorithm(config, source)
+    return algorithm.teacher if isinstance(algorithm, Distillation) else None
+
+
+def scored_by(config: RunConfig, source: str) -> str | None:
+    """The frozen model that scores the samples of a training source, if one does."""
+    return _scorer(config, source_algorithm(config, source))
+
+
+def _scorer(config: RunConfig, algorithm: AlgorithmConfig) -> str | None:
+    if isinstance(algorithm, OPD):
+        return algorithm.teacher
+    if isinstance(config.loss, PolicyGradient) and config.loss.ref_tau and algorithm.component == "rl":
+        return config.loss.reference
+    return None
+
+
 def source_adapter(config: RunConfig, source: SourceConfig) -> str:
     """The adapter that a source samples from; empty where the engines know one policy only."""
     return (source.adapter or config.lora.adapters[0]) if config.lora.served else ""
@@ -251,12 +334,3 @@ def source_adapter(config: RunConfig, source: SourceConfig) -> str:
 def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:
     train = [(f"env.train.{i}", s) for i, s in enumerate(config.env.train)]
     return train + [(f"env.eval.sources.{i}", s) for i, s in enumerate(config.env.eval.sources)]
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, or None where there is no file or no object in it."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # a ValueError is text that is no JSON, or bytes that are no text
-        return None
-    return value if isinstance(value, dict) else None

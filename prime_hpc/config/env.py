@@ -62,6 +62,8 @@ class EvalConfig:
 
     every: NonNegative = 0
     """Steps between evaluations; 0 evaluates at the end only, where there are sources."""
+    every_s: Seconds | None = None
+    """Seconds between evaluations, beside `every`: the first version after them is evaluated."""
     rollouts_per_task: Positive = 1
     """Rollouts of each task."""
     at_start: bool = False
@@ -92,3 +94,5 @@ class EnvConfig:
     """Times an episode that failed for no fault of its own (inference or infrastructure) is run again."""
     error_budget: Fraction = 0.5
     """Share of environment errors among the last 100 episodes of a source past which it pauses."""
+    scoring_timeout_s: Seconds = 120.0
+    """Hard limit of scoring, within that of the episode; `env_args: {agent: {timeout: {scoring: ...}}}` goes before."""

@@ -26,7 +26,9 @@ class PolicyGradient:
     kl_tau: Bound = 0.0
     """Factor on the squared log-ratio between trainer and sampler."""
     ref_tau: Bound = 0.0
-    """Factor on the KL divergence from a reference model; needs reference log-probabilities."""
+    """Factor on the KL divergence from `reference`."""
+    reference: str | None = None
+    """Name of the `frozen` model that `ref_tau` pulls to."""
 
 
 @dataclass(kw_only=True)

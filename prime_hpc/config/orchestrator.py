@@ -1,7 +1,9 @@
 """Configuration of the orchestrator: how rollouts are scheduled and become batches."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
 
@@ -18,14 +20,23 @@ class OrchestratorConfig:
     """Rollouts of one task: the unit of credit assignment."""
     max_staleness: NonNegative = 8
     """Bound on (n-1) minus the version that sampled a token of batch n; 0 samples and trains in turn."""
+    on_stale: Literal["drop", "wait"] = "drop"
+    """What happens to groups that a further batch would make too old: drop gives them up, wait cuts no batch before
+    they have ended, so that no length is at a disadvantage."""
+    age_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor on the policy-gradient weight of a token for every step of its staleness; 1 weighs all ages alike."""
+    partial_groups: Literal["train", "drop"] = "train"
+    """Groups with a failed rollout: train compares the others, drop gives the group up."""
     max_lead: Positive = 1
     """Batches that may be shipped and not yet trained; sampling goes on meanwhile."""
     max_inflight: Positive | None = None
     """Rollouts that run at once; batch_size when left out."""
     drop_zero_advantage: bool = True
-    """Leave tokens without advantage out of the mask and of the normaliser."""
+    """Leave tokens without advantage out of the policy gradient and its normaliser. Groups that have no others do not
+    count in `batch_size`: more are sampled in their place."""
     max_empty_batches: Positive = 10
-    """Batches in a row without a trainable token after which the run stops."""
+    """Times `batch_size` rollouts that may be sampled for one batch; it is then cut as it is, or the run stops where no
+    token trains."""
     transport: Literal["zmq", "files"] = "zmq"
     """How batches reach the trainer: zmq or files."""
     progress_every_s: Seconds = 10.0

@@ -1,11 +1,14 @@
 """The root of a run's configuration."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
@@ -31,8 +34,10 @@ class RunConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    mode: Literal["rl", "sft", "serve"] = "rl"
-    """rl: sample, score and train at once. sft: train on rows of messages. serve: engines only."""
+    mode: Literal["rl", "sft", "sample", "replay", "serve", "bench"] = "rl"
+    """rl: sample, score and train at once. sft: train on rows of messages. sample: rl without a trainer, so `max_steps`
+    batches of the base model. replay: train on what another run recorded. serve: engines only. bench: time the trainer
+    on made-up batches and random weights."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0
@@ -57,6 +62,8 @@ class RunConfig:
     """Environments."""
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     """Engines."""
+    frozen: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], FrozenModel] = field(default_factory=dict)
+    """Teachers and references by name."""
     update: UpdateConfig = field(default_factory=UpdateConfig)
     """Weight updates."""
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)

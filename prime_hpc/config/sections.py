@@ -1,7 +1,7 @@
 """Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -34,6 +34,8 @@ class ModelConfig:
 
     path: str = ""
     """Directory in Hugging Face layout (config.json, safetensors, tokenizer)."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """mode=bench: the contents of a config.json in place of `path`, such as `model=qwen3_1.7b` gives."""
     tokenizer: str | None = None
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
@@ -64,14 +66,44 @@ class UpdateConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    transport: Literal["filesystem"] = "filesystem"
-    """filesystem: safetensors written by the trainer, read by every engine."""
-    kv: Literal["recompute", "keep"] = "recompute"
-    """What happens to the KV cache of requests that span an update: recompute is exact, keep is fast."""
+    transport: Literal["auto", "filesystem", "delta", "nccl", "ipc"] = "auto"
+    """filesystem: whole files, written by the trainer and read by every engine. delta: what changed since the version
+    before, in files; an engine's node holds the weights in memory a second time. nccl: from the trainer's memory to the
+    engines' (by gloo where both are on CPUs). ipc: the same between processes on one GPU. auto is filesystem."""
+    kv: Literal["recompute", "keep", "drain"] = "recompute"
+    """What happens to requests that run when an update comes: recompute keeps them and drops their KV cache, which is
+    exact; keep is fast; drain lets them finish first, for `drain_s` at most."""
+    drain_s: Seconds = 60.0
+    """kv=drain: what runs longer is kept, and its KV cache is not."""
     timeout_s: Seconds = 300.0
     """Deadline of one update of one engine."""
+    stall_s: Seconds = 30.0
+    """nccl, ipc: an engine that is not ready for the weights, or takes no more of them, for so long is left behind."""
+    bucket_mib: Positive = 256
+    """nccl, ipc: size of what is gathered and sent at once."""
+    full_every: Positive = 10
+    """delta, nccl, ipc: every so many versions are written whole as well, for engines that start or fell behind."""
     keep_versions: Positive = 2
     """Newest weight versions that stay on disk."""
+    canary_every: NonNegative = 0
+    """Updates between two checks that engines score a fixed sequence as the trainer does; 0 checks none."""
+    canary_bound: Annotated[float, Field(gt=0)] = 0.2
+    """Largest mean absolute difference, in nats a token, that passes."""
+
+    @property
+    def chosen(self) -> str:
+        """The transport that is used."""
+        return "filesystem" if self.transport == "auto" else self.transport
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights go from memory to memory."""
+        return self.chosen in ("nccl", "ipc")
+
+    @property
+    def ready_s(self) -> float:
+        """How long an engine may take to stop sampling before weights are streamed to it."""
+        return self.stall_s + (self.drain_s if self.kv == "drain" else 0)
 
 
 @dataclass(kw_only=True)
@@ -106,6 +138,8 @@ class LauncherConfig:
     """dry_run: the launcher whose plan is made."""
     submit: bool = True
     """Under Slurm: submit a job. false runs in the allocation around this process, for batch scripts of your own."""
+    slot: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")] | None = None
+    """Under Slurm: jobs of one slot run one after the other, whichever runs they belong to. Sweeps set it."""
     live: bool = True
     """Show a live view on a terminal; plain lines otherwise."""
     stop_grace_s: Seconds = 10.0

@@ -26,7 +26,14 @@ class Size:
 
 def components_of(config: RunConfig) -> list[str]:
     """Components that have nodes, in the order of a job's groups."""
-    present = {"rl": ("orchestrator", "inference", "trainer"), "sft": ("trainer",), "serve": ("inference",)}
+    present = {
+        "rl": ("orchestrator", "inference", "trainer"),
+        "sft": ("trainer",),
+        "replay": ("trainer",),
+        "sample": ("orchestrator", "inference"),
+        "serve": ("inference",),
+        "bench": ("trainer",),
+    }
     return [name for name in COMPONENTS if name in present[config.mode]]
 
 
@@ -39,6 +46,12 @@ def gpus_per_replica(config: RunConfig) -> int:
     return tensor * pipeline * data
 
 
+def engine_models(config: RunConfig) -> list[str | None]:
+    """What each engine serves: the policy (None), or a frozen model by name."""
+    frozen = [name for name, model in config.frozen.items() for _ in range(model.replicas) if model.path]
+    return [None] * config.inference.replicas + frozen
+
+
 def trainer_ranks(config: RunConfig) -> int:
     """Trainer processes: what is given, else every GPU of the trainer's nodes under Slurm, else 1."""
     if config.trainer.ranks is not None:
@@ -47,9 +60,15 @@ def trainer_ranks(config: RunConfig) -> int:
     return nodes * max(1, _trainer_gpus(config)) if config.launcher.on_slurm else 1
 
 
+def rows_at_once(config: RunConfig) -> int:
+    """Packed rows that the trainer's ranks compute at a time, each on cp * tp of them."""
+    parallel = config.trainer.parallel
+    return max(1, trainer_ranks(config) // (parallel.cp * parallel.tp))
+
+
 def inference_size(config: RunConfig) -> Size:
     """Engines on nodes of Slurm: several on a node, or one on several nodes; without GPUs spread evenly."""
-    replicas, nodes = config.inference.replicas, config.cluster.components.inference.nodes
+    replicas, nodes = len(engine_models(config)), config.cluster.components.inference.nodes
     available = component(config.cluster, "inference").gpus_per_node or 0
     gpus = gpus_per_replica(config) if available else 0
     if gpus > available:

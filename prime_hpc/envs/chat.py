@@ -33,17 +33,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         """
         if mcp_urls:
             raise ValueError(f"the task has the tools {sorted(mcp_urls)}: choose a harness with tools, e.g. `null`")
-        body = {"model": ctx.model, "messages": self._messages(data)}
-        try:
-            async with (
-                _session(secret) as http,
-                http.post(f"{endpoint}/chat/completions", json=body) as reply,
-            ):
-                text = await reply.text()
-        except aiohttp.ClientError as error:
-            raise vf.InterceptionError(f"{endpoint}: {type(error).__name__}: {error}") from error
-        ended = reply.status == 200 or (reply.status == CONTEXT_FULL and trace.num_turns > 0)
-        return vf.ProgramResult(exit_code=0 if ended else 1, stdout="", stderr="" if ended else text)
+        status, text = await ask(endpoint, secret, {"model": ctx.model, "messages": self._messages(data)})
+        return ended(status, text, trace)
 
     def _messages(self, data: vf.TaskData) -> list[dict]:
         system, prompt = self.resolve_prompt(data)
@@ -51,6 +42,25 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
         return [*messages, *(message_to_wire(m) for m in prompt or [])]
+
+
+async def ask(endpoint: str, secret: str, body: dict) -> tuple[int, str]:
+    """Status and text of the rollout endpoint's answer to a chat request.
+
+    Raises:
+        InterceptionError: the endpoint is gone.
+    """
+    try:
+        async with _session(secret) as http, http.post(f"{endpoint}/chat/completions", json=body) as reply:
+            return reply.status, await reply.text()
+    except aiohttp.ClientError as error:
+        raise vf.InterceptionError(f"{endpoint}: {type(error).__name__}: {error}") from error
+
+
+def ended(status: int, text: str, trace: vf.Trace) -> vf.ProgramResult:
+    """How a program ends whose last request was answered so; a full context is no failure after the first reply."""
+    well = status == 200 or (status == CONTEXT_FULL and trace.num_turns > 0)
+    return vf.ProgramResult(exit_code=0 if well else 1, stdout="", stderr="" if well else text)
 
 
 def _session(secret: str) -> aiohttp.ClientSession:

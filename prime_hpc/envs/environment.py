@@ -40,7 +40,7 @@ class Tasks:
 class Environment:
     """What a worker needs of verifiers."""
 
-    def __init__(self, name: str, source: SourceConfig, model: ModelConfig):
+    def __init__(self, name: str, source: SourceConfig, model: ModelConfig, scoring_timeout_s: float | None = None):
         """Load the environment of the source `name`.
 
         Raises:
@@ -48,7 +48,7 @@ class Environment:
         """
         self._model = model
         try:
-            self._env = vf.load_environment(environment_config(source))
+            self._env = vf.load_environment(environment_config(source, scoring_timeout_s))
             self.tasks = Tasks(self._env.taskset, source.num_tasks)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
@@ -68,7 +68,7 @@ class Environment:
     def _context(self, request: RunRollout) -> vf.ModelContext:
         client = vf.TrainClientConfig(
             base_url=f"{request.base_url}/v1",
-            api_key_var=KEY_VARIABLE,
+            api_key_var=request.key_variable or KEY_VARIABLE,
             renderer={"name": self._model.renderer},
             renderer_model_name=self._model.tokenizer or self._model.path,
         )
@@ -82,14 +82,15 @@ def offer_token(token: str) -> None:
     os.environ[KEY_VARIABLE] = token
 
 
-def environment_config(source: SourceConfig) -> vf.EnvConfig:
-    """The verifiers configuration of a source. Seats that name no runtime run here, not in a remote sandbox."""
+def environment_config(source: SourceConfig, scoring_timeout_s: float | None = None) -> vf.EnvConfig:
+    """The verifiers configuration of a source. Seats that name no runtime run here, not in a remote sandbox; those that
+    name no limit of scoring get this one."""
     data: dict[str, Any] = {**source.env_args, "taskset": {**source.args, "id": plugin_id(source.id)}}
     data["id"] = plugin_id(data.get("id", ""))
     declared = env_config_type(data["taskset"]["id"], data["id"]).model_fields
     for name, field in declared.items():
         if isinstance(field.default, vf.AgentConfig):
-            data[name] = _seat(field.default, data.get(name, {}))
+            data[name] = _seat(field.default, data.get(name, {}), scoring_timeout_s)
     return vf.resolve_env_config(data)
 
 
@@ -106,8 +107,10 @@ def plugin_id(module: str) -> str:
     return alias
 
 
-def _seat(declared: vf.AgentConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _seat(declared: vf.AgentConfig, given: dict[str, Any], scoring_timeout_s: float | None) -> dict[str, Any]:
     seat = dict(given)
+    if scoring_timeout_s and declared.timeout.scoring is None:
+        seat["timeout"] = {"scoring": scoring_timeout_s, **seat.get("timeout", {})}
     if isinstance(declared.runtime, vf.PrimeConfig):
         seat.setdefault("runtime", {"type": "subprocess"})
     if harness := seat.get("harness"):

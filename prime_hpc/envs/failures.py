@@ -52,7 +52,8 @@ def failure_of_episode(episode: vf.Episode) -> Failure | None:
     """
     for trace in episode.traces:
         if trace.is_timeout:
-            return Failure(kind="environment", type="Timeout", message=f"{trace.agent.name}: {trace.stop_condition}")
+            name = "ScoringTimeout" if "scoring" in str(trace.stop_condition) else "Timeout"
+            return Failure(kind="environment", type=name, message=f"{trace.agent.name}: {trace.stop_condition}")
         if not trace.ok and trace.errors:
             return _classify(trace.errors[-1])
         if (error := last_call_error(trace)) and error.status_code != CONTEXT_FULL:

@@ -53,5 +53,5 @@ def _is_importable(module: str) -> bool:
 def _nearest(environment_id: str, known: list[str]) -> str | None:
     """A mistyped id is compared as a whole first, then by its last part: `revers_text` means the bundled one too."""
     by_last_part = {name.rpartition(".")[2]: name for name in known}
-    last = nearest_name(module_name(environment_id).rpartition(".")[2], list(by_last_part))
+    last = nearest_name(module_name(environment_id).rpartition(".")[2], list(by_last_part), likeness=0.75)
     return nearest_name(environment_id, known) or (by_last_part[last] if last else None)

@@ -13,11 +13,13 @@ from functools import partial
 import zmq.asyncio
 
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.algorithm import OPSD
 from prime_hpc.config.checks import source_algorithm, source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.envs.environment import Environment, offer_token
 from prime_hpc.envs.failures import CANCELLED, failure_of_exception, limited
 from prime_hpc.envs.rollouts import conversation, make_rollout, policy_traces
+from prime_hpc.envs.scoring import Hints, Scorer, make_encoder
 from prime_hpc.envs.stamps import StampClient
 from prime_hpc.envs.watchdog import Watchdog, exit_process
 from prime_hpc.errors import PrimeHPCError
@@ -55,7 +57,7 @@ def run(role: Role) -> None:
     for chatty in ("verifiers", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     watchdog = Watchdog(config.env.start_timeout_s, f"loading {source.id}", exit_process(role))
-    environment = Environment(name, source, config.model)
+    environment = Environment(name, source, config.model, config.env.scoring_timeout_s)
     watchdog.allow(config.cluster.start_timeout_s + BLOCK_GRACE_S, f"waiting for {ORCHESTRATOR}")
     address = role.rendezvous.wait(ORCHESTRATOR, ADDRESS, config.cluster.start_timeout_s)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -90,10 +92,12 @@ class Worker:
         self._watchdog = watchdog
         self._address = address
         self._seq_len = role.config.seq_len
-        self._echo = source_algorithm(role.config, source).echo
+        algorithm = source_algorithm(role.config, source)
+        self._echo = algorithm.echo
+        self._hints = Hints(algorithm, make_encoder(role.config.model)) if isinstance(algorithm, OPSD) else None
         self._capacity = role.config.env.rollouts_per_worker
         self._places = asyncio.Semaphore(self._capacity)
-        self._stamps = StampClient(role.secrets.token)
+        self._stamps, self._scorer = StampClient(role.secrets.token), Scorer(role.secrets.token)
         self._running: dict[str, asyncio.Task[RolloutDone]] = {}
         self._stop = asyncio.Event()
         self._outbox: asyncio.Queue[WorkerHello | RolloutDone] = asyncio.Queue()
@@ -104,7 +108,7 @@ class Worker:
         self._watchdog.allow(self._role.config.env.rollout_timeout_s + BLOCK_GRACE_S, STOOD_STILL)
         context = zmq.asyncio.Context()
         self._socket = sockets.dealer(context, self._role.secrets, self._address, self._role.process.name)
-        async with self._environment.serving(), self._stamps, asyncio.TaskGroup() as parts:
+        async with self._environment.serving(), self._stamps, self._scorer, asyncio.TaskGroup() as parts:
             serving = [parts.create_task(part()) for part in (self._receive, self._greet, self._send, self._tick)]
             self._role.rendezvous.publish("ready", num_tasks=self._environment.tasks.count)
             await self._stop.wait()
@@ -175,10 +179,13 @@ class Worker:
             episode = await limited(self._environment.run(request), request.time_limit_s)
             self._role.reach("sampling.during")
             traces = policy_traces(episode, request.model) if episode.ok else []
-            stamps = {t.id: await self._stamps.fetch(request.base_url, t.id) for t in traces}
+            stamps = {t.id: [] if request.teacher else await self._stamps.fetch(request.base_url, t.id) for t in traces}
             seconds = time.monotonic() - began
             self._role.reach("sampling.after")
             rollout = make_rollout(request, self._source, episode, stamps, self._seq_len, seconds, self._echo)
+            if request.reference and rollout.samples:
+                hint = self._hints.of(traces[0]) if self._hints else []
+                await self._scorer.add(rollout.samples, request.reference, hint, str(request.version))
             return RolloutDone(worker=self._role.process.name, rollout=rollout, messages=conversation(episode))
 
     def _answer(self, request: RunRollout, task: asyncio.Task[RolloutDone]) -> None:

@@ -74,6 +74,13 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise InferenceFailure(f"vLLM failed: {error.__cause__ or error}") from error
 
+    async def score(self, token_ids: list[int], salt: str) -> list[float]:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False,
+                                output_kind=RequestOutputKind.FINAL_ONLY)  # fmt: skip
+        async for output in self._client.generate(tokens_input(token_ids, cache_salt=salt), params, salt):
+            scores = output.prompt_logprobs
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], scores[1:], strict=True)]
+
     async def pause(self, *, recompute: bool) -> None:
         """Stop the scheduler and keep its requests.
 

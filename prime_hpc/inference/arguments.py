@@ -9,6 +9,7 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import VLLM_LORA_RANKS
 from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.inference.served import served
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 
 CPU_KV_CACHE_BYTES = 128 * 2**20
@@ -38,13 +39,13 @@ def set_environment(role: Role) -> None:
 
 def arguments(role: Role) -> dict[str, Any]:
     """vLLM's arguments by name: what this product needs, then defaults for the machine, then `inference.vllm`."""
-    config = role.config
+    model = served(role)
     defaults: dict[str, Any] = {
-        "model": config.model.path,
-        "tokenizer": config.model.tokenizer or config.model.path,
-        "served_model_name": config.model.served_name,
-        "max_model_len": config.seq_len,
-        "seed": config.seed + role.process.index,
+        "model": model.path,
+        "tokenizer": model.tokenizer,
+        "served_model_name": model.name,
+        "max_model_len": model.max_tokens,
+        "seed": role.config.seed + role.process.index,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, at its temperature
         "shutdown_timeout": TEARDOWN_S,
         "worker_extension_cls": "prime_hpc.inference.worker.WeightReceiver",
@@ -54,9 +55,11 @@ def arguments(role: Role) -> dict[str, Any]:
         defaults |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
     else:
         defaults |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-    if config.trainer.router_replay:
-        defaults["enable_return_routed_experts"] = True
-    return defaults | _lora_arguments(config.lora) | config.inference.vllm
+    if role.process.frozen is None:
+        if role.config.trainer.router_replay:
+            defaults["enable_return_routed_experts"] = True
+        defaults |= _lora_arguments(role.config.lora)
+    return defaults | model.vllm
 
 
 def _lora_arguments(lora: LoRAConfig) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def _lora_arguments(lora: LoRAConfig) -> dict[str, Any]:
 
 def shares_gpu_with_trainer(plan: RunPlan, engine: ProcessPlan) -> bool:
     """Whether a trainer rank of the plan has a GPU of this engine."""
-    return any(plan.host(t) == plan.host(engine) and set(t.gpus) & set(engine.gpus) for t in plan.of("trainer"))
+    return any(plan.shares_gpu(trainer, engine) for trainer in plan.of("trainer"))
 
 
 def parse(given: dict[str, Any]) -> Namespace:

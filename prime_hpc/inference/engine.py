@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,24 +12,30 @@ import numpy as np
 
 from prime_hpc import errors
 from prime_hpc.cluster.files import read_json
-from prime_hpc.errors import CorruptData, InferenceFailure, PrimeHPCError
+from prime_hpc.errors import CorruptData, InferenceFailure, InfrastructureFailure, PrimeHPCError
+from prime_hpc.inference.host_copy import HostCopy
 from prime_hpc.inference.protocol import (
+    ChecksumReply,
     Completion,
     EngineState,
     GenerateRequest,
     LoadReply,
     LoadRequest,
     PauseRequest,
+    ScoreReply,
+    ScoreRequest,
     WorkerAck,
 )
 from prime_hpc.inference.stamps import SpanTracker, StampLog
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import Span, Stamp, checksum
+from prime_hpc.transport.weights import read_manifest
 
 ROUTED_FROM = "routed_experts_prompt_start"
 """vLLM's parameter of a request: the first token of the prompt whose experts are wanted."""
 UNFINISHED = (None, "abort", "error")
 """Ends of a request that say nothing about the policy."""
+DRAIN_POLL_S = 0.01
 
 
 class Piece(NamedTuple):
@@ -68,8 +74,12 @@ class TokenEngine(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def score(self, token_ids: list[int], salt: str) -> list[float]:
+        """Log-probability of every token but the first, at temperature 1."""
+        ...
+
     async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
-        """Call `prime_hpc_verify` or `prime_hpc_load` on every worker; an answer with `error` is a failure."""
+        """Call a method of `WeightReceiver` on every worker; an answer with `error` is a failure."""
         ...
 
     async def tell_version(self, version: str) -> None:
@@ -81,9 +91,10 @@ class PolicyEngine:
     """Serves one policy version at a time. While paused, new requests wait here and running ones in the engine."""
 
     def __init__(self, engine: TokenEngine, *, version: PolicyVersion, model: str, process: str, acks: Path,
-                 stamps: StampLog, adapters: Sequence[str] = (),
-                 reach: Callable[[str], None] = lambda _: None):  # fmt: skip
+                 stamps: StampLog, adapters: Sequence[str] = (), reach: Callable[[str], None] = lambda _: None,
+                 host_copy: HostCopy | None = None):  # fmt: skip
         self.stamps = stamps
+        self._host_copy = host_copy
         self._reach = reach
         self.failure: InferenceFailure | None = None
         """Why this engine must not serve any more."""
@@ -93,17 +104,21 @@ class PolicyEngine:
         self._process = process
         self._acks = acks
         self._paused = False
+        self._pause_began = self._pause_s = 0.0
         self._open = asyncio.Event()
         self._open.set()
         self._update = asyncio.Lock()
-        self._running = 0
+        self._running = self._sampling = 0
+        self._prepared: tuple[LoadRequest, Path] | None = None
+        self._broken: InferenceFailure | None = None
 
     async def start(self) -> None:
         await self._engine.tell_version(self._version)
 
     def state(self) -> EngineState:
         return EngineState(version=self._version, paused=self._paused, running=self._running, engine=self._engine.name,
-                           max_model_len=self._engine.max_model_len, workers=self._engine.workers)  # fmt: skip
+                           max_model_len=self._engine.max_model_len, workers=self._engine.workers,
+                           pause_s=self._pause_s)  # fmt: skip
 
     async def generate(self, request: GenerateRequest, session: str) -> Completion:
         """Sample one completion and remember its stamp under `session`.
@@ -118,7 +133,7 @@ class PolicyEngine:
         self._running += 1
         try:
             await self._open.wait()
-            completion = await self._sample(request, uuid.uuid4().hex)
+            completion = await self._count(self._sample(request, uuid.uuid4().hex))
         finally:
             self._running -= 1
         self.stamps.add(session, Stamp(request_id=completion.request_id, tokens=len(completion.token_ids),
@@ -143,6 +158,13 @@ class PolicyEngine:
                           spans=tracker.spans, weight_versions=theirs, routed_experts=experts,
                           routed_from=request.sampling_params.get(ROUTED_FROM, 0))  # fmt: skip
 
+    async def _count(self, sampling: Awaitable[Completion]) -> Completion:
+        self._sampling += 1
+        try:
+            return await sampling
+        finally:
+            self._sampling -= 1
+
     async def pause(self, request: PauseRequest) -> EngineState:
         """Stop sampling. Requests stay; with `recompute` their KV cache does not."""
         async with self._update:
@@ -154,15 +176,27 @@ class PolicyEngine:
             await self._resume()
         return self.state()
 
+    async def prepare(self, request: LoadRequest) -> EngineState:
+        """Do of a load what leaves the model alone: fetch and check files, or connect with the trainer.
+
+        Raises:
+            ValueError: the version is not `lineage.step`.
+            CorruptData: files do not match their manifest, or the version is not on offer any more.
+            InfrastructureFailure: the trainer does not answer.
+        """
+        async with self._update:
+            await self._prepare(request)
+        return self.state()
+
     async def load(self, request: LoadRequest) -> LoadReply:
         """Put `request.version` in force. An engine that is not paused is paused around it.
 
         Raises:
             ValueError: the version is not `lineage.step`.
             CorruptData: the directory does not match its manifest; the old version stays in force.
-            InferenceFailure: a worker failed while it loaded; the engine cannot go on.
+            InferenceFailure: the version was loaded in part. If its data are to blame, another load mends that; if the
+                engine is, it does not go on.
         """
-        PolicyVersion.parse(request.version)
         async with self._update:
             paused_before = self._paused
             if not paused_before:
@@ -170,38 +204,87 @@ class PolicyEngine:
             try:
                 return await self._load(request)
             finally:
-                if not paused_before and self.failure is None:
+                if not paused_before and not (self.failure or self._broken):
                     await self._resume()
 
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Score a sequence under the version in force; no update begins meanwhile."""
+        async with self._update:
+            if self._paused:
+                raise InferenceFailure("a paused engine scores nothing")
+            logprobs = await self._engine.score(request.token_ids, f"{self._version}:{uuid.uuid4().hex}")
+            return ScoreReply(version=self._version, logprobs=logprobs)
+
+    async def checksums(self) -> ChecksumReply:
+        """What lies in the workers' memory, by parameter."""
+        async with self._update:
+            answers = await self._engine.call_workers("prime_hpc_checksums")
+            _raise_first(answers)
+            return ChecksumReply(version=self._version, workers=[answer["checksums"] for answer in answers])
+
     async def _pause(self, request: PauseRequest) -> None:
+        if not self._paused:
+            self._pause_began = time.monotonic()
         self._paused = True
         self._open.clear()
-        await self._engine.pause(recompute=request.kv == "recompute")
+        deadline = time.monotonic() + request.drain_s
+        while request.kv == "drain" and self._sampling and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        await self._engine.pause(recompute=request.kv != "keep")
 
     async def _resume(self) -> None:
-        if self.failure:
-            raise self.failure
+        if self.failure or self._broken:
+            raise self.failure or self._broken
         await self._engine.resume()
+        if self._paused:
+            self._pause_s = time.monotonic() - self._pause_began
         self._paused = False
         self._open.set()
 
+    async def _prepare(self, request: LoadRequest) -> Path:
+        """Returns the directory to load from."""
+        PolicyVersion.parse(request.version)
+        self._prepared = None
+        self._reach("update.before")
+        call, directory = self._engine.call_workers, Path(request.path)
+        if request.link:
+            _raise_first(await call("prime_hpc_join", request.path, request.version, self._process, request.link))
+        else:
+            if self._host_copy and read_manifest(directory).delta:
+                directory = await asyncio.to_thread(self._host_copy.bring, directory)
+            _raise_first(await call("prime_hpc_verify", str(directory), request.version))
+        self._prepared = request, directory
+        return directory
+
     async def _load(self, request: LoadRequest) -> LoadReply:
         begin = time.monotonic()
-        call = self._engine.call_workers
-        self._reach("update.before")
-        _raise_first(await call("prime_hpc_verify", request.path, request.version))
+        prepared, directory = self._prepared or (None, Path())
+        if prepared != request:
+            directory = await self._prepare(request)
+        self._prepared = None
         self._reach("update.during")
-        try:
-            _raise_first(await call("prime_hpc_load", request.path, str(self._acks), self._process))
-            workers = self._acknowledgements(request.version)
-        except Exception as error:
-            self.failure = InferenceFailure(f"{request.version} is loaded in part, restart this engine: {error}")
-            raise self.failure from error
+        workers = await self._load_workers(request, directory)
         await self._engine.tell_version(request.version)
-        self._version = request.version
+        self._version, self._broken = request.version, None
         self._reach("update.after")
         return LoadReply(version=request.version, digest=workers[0].digest, seconds=time.monotonic() - begin,
                          workers=workers)  # fmt: skip
+
+    async def _load_workers(self, request: LoadRequest, directory: Path) -> list[WorkerAck]:
+        """Have every worker load, and read what they acknowledge."""
+        call, acks = self._engine.call_workers, str(self._acks)
+        try:
+            if request.link:
+                _raise_first(await call("prime_hpc_receive", request.version, acks, self._process))
+            else:
+                _raise_first(await call("prime_hpc_load", str(directory), acks, self._process))
+            return self._acknowledgements(request.version)
+        except InfrastructureFailure as error:
+            self._broken = InferenceFailure(f"{request.version} came in part, load a whole version: {error}")
+            raise self._broken from error
+        except Exception as error:
+            self.failure = InferenceFailure(f"{request.version} is loaded in part, restart this engine: {error}")
+            raise self.failure from error
 
     def _acknowledgements(self, version: str) -> list[WorkerAck]:
         """What every rank wrote, in order of rank.

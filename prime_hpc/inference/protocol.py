@@ -15,9 +15,12 @@ from prime_hpc.transport.stamps import Span, Stamp
 GENERATE = "/inference/v1/generate"
 STAMPS = "/prime_hpc/stamps/{session}"
 STATE = "/prime_hpc/state"
+PREPARE = "/prime_hpc/prepare"
 PAUSE = "/prime_hpc/pause"
 LOAD = "/prime_hpc/load"
 RESUME = "/prime_hpc/resume"
+SCORE = "/prime_hpc/score"
+CHECKSUMS = "/prime_hpc/checksums"
 OPEN_ROUTES = frozenset({"/health", "/metrics", "/version"})
 SESSION_HEADER = "X-Session-ID"
 
@@ -50,20 +53,40 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):
-    """`recompute` drops the KV cache, so that tokens after the pause depend on the weights of then alone."""
+    """`recompute` drops the KV cache, so that tokens after the pause depend on the weights of then alone. `drain` lets
+    running requests end first, for `drain_s` seconds; what runs on after that is kept, as with `recompute`."""
 
-    kv: Literal["recompute", "keep"] = "recompute"
+    kv: Literal["recompute", "keep", "drain"] = "recompute"
+    drain_s: float = 0.0
 
 
-class LoadRequest(msgspec.Struct, kw_only=True):
-    """Serve the weights in `path`, a version directory, as `version`."""
+class LoadRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """Serve the weights that `path`, a version directory, leads to, as `version`; by `link`, where they are streamed.
+
+    Asked of the prepare route, everything happens that can be done while requests run.
+    """
 
     version: str
     path: str
+    link: str | None = None
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """A sequence to score under the version in force."""
+
+    token_ids: list[int]
+
+
+class ScoreReply(msgspec.Struct, kw_only=True):
+    """Log-probability of every token but the first, at temperature 1."""
+
+    version: str
+    logprobs: list[float]
 
 
 class WorkerAck(msgspec.Struct, kw_only=True):
-    """One worker rank serves `version`. `digest` is the manifest's, `time` seconds since the epoch."""
+    """One worker rank serves `version`. `digest` is that of the files or of the streamed tensors, `time` seconds since
+    the epoch."""
 
     version: str
     digest: str
@@ -82,7 +105,8 @@ class LoadReply(msgspec.Struct, kw_only=True):
 
 
 class EngineState(msgspec.Struct, kw_only=True):
-    """What an engine is doing; `running` counts requests that are not answered yet."""
+    """What an engine is doing; `running` counts requests that are not answered yet, which stood still for `pause_s`
+    seconds in the newest pause that is over."""
 
     version: str
     paused: bool
@@ -90,6 +114,14 @@ class EngineState(msgspec.Struct, kw_only=True):
     engine: str
     max_model_len: int
     workers: int
+    pause_s: float = 0.0
+
+
+class ChecksumReply(msgspec.Struct, kw_only=True):
+    """Checksum of each parameter as it lies in the memory of each worker rank."""
+
+    version: str
+    workers: list[dict[str, str]]
 
 
 def allowed(path: str, authorization: str | None, token: str) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 from prime_hpc.cluster.files import appears, write_atomic
 from prime_hpc.errors import CorruptData
 from prime_hpc.inference.protocol import WorkerAck
-from prime_hpc.transport.weights import WeightsManifest, verify
+from prime_hpc.transport.weights import Stream, WeightsManifest, verify
 
 Answer = dict[str, Any]
 Shapes = dict[str, list[int]]
@@ -49,19 +49,28 @@ def check(directory: Path, version: str) -> WeightsManifest:
     return manifest
 
 
-def check_complete(directory: Path, manifest: WeightsManifest, model: Path) -> None:
-    """Compare names and shapes with those of the checkpoint in `model`, which the engine started from.
+def shapes_in(directory: Path, manifest: WeightsManifest) -> Shapes:
+    """Shapes of all tensors of a whole version."""
+    return {name: shape for file in manifest.files for name, shape in read_shapes(directory / file).items()}
+
+
+def streamed_shapes(stream: Stream) -> Shapes:
+    """Shapes of all tensors that are on offer."""
+    return {entry.name: entry.shape for bucket in stream.buckets for entry in bucket}
+
+
+def check_complete(given: Shapes, model: Path, origin: Path) -> None:
+    """Compare the tensors that `origin` gives with those of the checkpoint in `model`, which the engine started from.
 
     An engine merges tensors (query, key and value, say): one that is missing would leave garbage in its place.
 
     Raises:
         CorruptData: a tensor is missing or has another shape.
     """
-    given = {name: shape for file in manifest.files for name, shape in read_shapes(directory / file).items()}
     wanted = required_shapes(model)
     bad = [f"{name} {shape}, got {given.get(name)}" for name, shape in wanted.items() if given.get(name) != shape]
     if bad:
-        raise CorruptData(f"{directory} differs from {model} in {len(bad)} tensors, first {'; '.join(bad[:3])}")
+        raise CorruptData(f"{origin} differs from {model} in {len(bad)} tensors, first {'; '.join(bad[:3])}")
 
 
 def required_shapes(model: Path) -> Shapes:
@@ -90,10 +99,10 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def acknowledge(
-    acks: Path, process: str, rank: int, manifest: WeightsManifest, *, begin: float, n_tensors: int
+    acks: Path, process: str, rank: int, version: str, digest: str, *, begin: float, n_tensors: int
 ) -> Answer:
     """Write and return the acknowledgement of one rank that loads since `begin` (monotonic seconds)."""
-    ack = WorkerAck(version=manifest.version, digest=manifest.digest, seconds=time.monotonic() - begin,
-                    n_tensors=n_tensors, time=time.time())  # fmt: skip
+    ack = WorkerAck(version=version, digest=digest, seconds=time.monotonic() - begin, n_tensors=n_tensors,
+                    time=time.time())  # fmt: skip
     write_atomic(acks / f"{process}.rank{rank}.json", msgspec.json.encode(ack), durable=False)
     return msgspec.to_builtins(ack)

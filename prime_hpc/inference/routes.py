@@ -54,15 +54,26 @@ def application(policy: PolicyEngine, server: Starlette, token: str) -> Starlett
     async def pause(request: Request) -> Any:
         return await policy.pause(msgspec.json.decode(await request.body() or b"{}", type=protocol.PauseRequest))
 
+    async def prepare(request: Request) -> Any:
+        return await policy.prepare(msgspec.json.decode(await request.body(), type=protocol.LoadRequest))
+
     async def load(request: Request) -> Any:
         return await policy.load(msgspec.json.decode(await request.body(), type=protocol.LoadRequest))
 
     async def resume(request: Request) -> Any:
         return await policy.resume()
 
-    handlers = {protocol.GENERATE: generate, protocol.PAUSE: pause, protocol.LOAD: load, protocol.RESUME: resume}
+    async def score(request: Request) -> Any:
+        return await policy.score(msgspec.json.decode(await request.body(), type=protocol.ScoreRequest))
+
+    async def checksums(request: Request) -> Any:
+        return await policy.checksums()
+
+    handlers = {protocol.GENERATE: generate, protocol.PREPARE: prepare, protocol.PAUSE: pause, protocol.LOAD: load,
+                protocol.RESUME: resume, protocol.SCORE: score}  # fmt: skip
     routes = [Route(path, answering(handler), methods=["POST"]) for path, handler in handlers.items()]
-    routes += [Route(protocol.STAMPS, answering(stamps)), Route(protocol.STATE, answering(state))]
+    reading = {protocol.STAMPS: stamps, protocol.STATE: state, protocol.CHECKSUMS: checksums}
+    routes += [Route(path, answering(handler)) for path, handler in reading.items()]
     return Starlette(
         routes=[*routes, Mount("/", server)],
         middleware=[Middleware(BearerToken, token=token)],

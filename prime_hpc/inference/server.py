@@ -17,7 +17,9 @@ from starlette.applications import Starlette
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import PolicyEngine, TokenEngine
+from prime_hpc.inference.host_copy import HostCopy
 from prime_hpc.inference.routes import application
+from prime_hpc.inference.served import served
 from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
 
@@ -58,8 +60,9 @@ def initial_version(role: Role) -> PolicyVersion:
 async def serve(role: Role, start: Start, listener: socket.socket) -> None:
     """Start the engine, publish the address once requests are answered, and stay until told to leave."""
     async with start() as (engine, below):
-        policy = PolicyEngine(engine, version=initial_version(role), model=role.config.model.served_name,
-                              process=role.process.name, acks=role.paths.acks,
+        host_copy = HostCopy(role.paths.host_copy(role.process.name)) if role.config.update.chosen == "delta" else None
+        policy = PolicyEngine(engine, version=initial_version(role), model=served(role).name,
+                              process=role.process.name, acks=role.paths.acks, host_copy=host_copy,
                               stamps=StampLog(role.config.inference.stamps_kept), adapters=role.config.lora.served,
                               reach=role.reach)  # fmt: skip
         await policy.start()

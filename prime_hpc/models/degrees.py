@@ -1,60 +1,160 @@
 """How many ways parallelism divides the trainer's ranks and a model. Importing this module needs no torch."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
+from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sizes import trainer_ranks
-from prime_hpc.config.trainer import ParallelConfig
+from prime_hpc.config.sizes import trainer_ranks, trainer_size
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.models import families
+from prime_hpc.models.spec import Divisions, HFConfig, divisions
 
 KEY = "trainer.parallel"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Sizes of the dimensions of the mesh. Their product, without any that overlaps others, is the number of ranks."""
+    """Sizes of the dimensions of the trainer's mesh: ranks = dp_replicate * dp_shard * cp * tp. Experts are divided
+    among ep of the dp_shard * cp ranks that share a copy of the model."""
 
     dp_replicate: int = 1
     """Whole copies of the sharded model."""
     dp_shard: int = 1
-    """Ranks with other rows that share one copy."""
+    """Ranks, or groups of them, with other rows that share one copy."""
+    cp: int = 1
+    """Ranks that divide a row."""
+    tp: int = 1
+    """Ranks that divide attention heads and channels of dense MLPs."""
+    ep: int = 1
+    """Ranks that divide experts."""
 
     @property
     def dp(self) -> int:
-        """Ranks that see different rows."""
+        """Numbers of different rows at a time."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def ranks(self) -> int:
-        return self.dp
+    def fsdp(self) -> int:
+        """Ranks that share a copy of the parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share a copy of an expert."""
+        return self.fsdp // self.ep
 
 
 def choose_degrees(config: RunConfig, ranks: int) -> Degrees:
-    """The degrees of a run over `ranks` trainer ranks.
+    """The degrees of a run over `ranks` trainer ranks; `ep=auto` becomes the largest that is legal within a node.
 
     Raises:
         ConfigurationError: they do not divide the ranks or the model.
     """
-    problems = list(_problems(config.trainer.parallel, ranks))
+    degrees, problems = _settle(config, ranks)
     if problems:
         raise ConfigurationError(problems)
-    parallel = config.trainer.parallel
-    return Degrees(dp_replicate=parallel.dp_replicate, dp_shard=ranks // parallel.dp_replicate)
+    return degrees
 
 
 def find_parallel_problems(config: RunConfig) -> list[ConfigProblem]:
     """Degrees that do not divide the ranks or the model, with those that do."""
-    return [] if config.mode == "serve" else list(_problems(config.trainer.parallel, trainer_ranks(config)))
+    return [] if config.mode == "serve" else _settle(config, trainer_ranks(config))[1]
 
 
-def _problems(parallel: ParallelConfig, ranks: int) -> Iterator[ConfigProblem]:
-    yield from _refuse("dp_replicate", parallel.dp_replicate, _divisors(ranks), f"what divides {ranks} ranks")
+def _settle(config: RunConfig, ranks: int) -> tuple[Degrees, list[ConfigProblem]]:
+    """Each degree is judged given those before it; one that is refused counts as 1 for the others."""
+    parallel, problems = config.trainer.parallel, []
+    model = _Model.of(config)
+
+    def accept(name: str, legal: list[int], given: str) -> int:
+        value = getattr(parallel, name)
+        if value in legal:
+            return value
+        problems.append(ConfigProblem(f"{KEY}.{name}", value, f"{_list(legal)}, which {given} allow{model.limits}"))
+        return 1
+
+    tp = accept("tp", model.legal_tp(ranks), f"{ranks} ranks")
+    cp = accept("cp", model.legal_cp(ranks // tp, tp, parallel.cp_style), f"{ranks} ranks with tp={tp}")
+    rows = ranks // (tp * cp)
+    copies = accept("dp_replicate", _divisors(rows), f"{ranks} ranks with tp={tp}, cp={cp}")
+    degrees = Degrees(dp_replicate=copies, dp_shard=rows // copies, cp=cp, tp=tp)
+    legal = model.legal_ep(degrees.fsdp)
+    if parallel.ep == "auto":
+        neighbours = trainer_size(config).per_node // tp
+        return replace(degrees, ep=max(ep for ep in legal if ep <= max(neighbours, 1))), problems
+    return replace(degrees, ep=accept("ep", legal, f"{degrees.fsdp} ranks that share a copy")), problems
 
 
-def _refuse(name: str, value: int, legal: list[int], reason: str) -> Iterator[ConfigProblem]:
-    if value not in legal:
-        yield ConfigProblem(f"{KEY}.{name}", value, f"one of {', '.join(map(str, legal))}: {reason}")
+@dataclass(frozen=True)
+class _Model:
+    """What a model allows. Without its config.json only the ranks are known."""
+
+    sizes: Divisions | None
+    native: bool
+    packs_by_ourselves: bool
+    adapted: bool
+    """It trains adapters."""
+    experts_adapted: bool
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "_Model":
+        lora = config.lora
+        experts_adapted = lora.on and "experts" in lora.targets
+        hf_config: HFConfig | None = hf_config_of(config.model)
+        if hf_config is None:
+            return cls(None, True, True, lora.on, experts_adapted)
+        native = families.choose_implementation(config, hf_config) == "native"
+        sliding = "sliding_attention" in (hf_config.get("layer_types") or ())
+        packs_by_ourselves = config.trainer.attn != "eager" and (native or not sliding)
+        return cls(divisions(hf_config), native, packs_by_ourselves, lora.on, experts_adapted)
+
+    @property
+    def limits(self) -> str:
+        """What beside the ranks limits the degrees."""
+        if self.sizes is None:
+            return ""
+        sizes = self.sizes
+        if not self.native:
+            return " for a model of transformers, which has neither tp nor ep"
+        experts = f", {sizes.experts} experts of width {sizes.expert_width}" if sizes.experts else ""
+        adapters = "; adapters take no tp, nor ep where they update experts" if self.adapted else ""
+        return f" for {sizes.heads} heads, {sizes.kv_heads} KV heads, MLPs of width {sizes.widths}{experts}{adapters}"
+
+    def legal_tp(self, ranks: int) -> list[int]:
+        if not self.native or self.adapted:
+            return [1]
+        sizes = self.sizes
+        whole = [] if sizes is None else [sizes.heads, sizes.kv_heads, *sizes.widths]
+        return [n for n in _divisors(ranks) if all(size % n == 0 for size in whole)]
+
+    def legal_cp(self, ranks: int, tp: int, style: str) -> list[int]:
+        if not self.packs_by_ourselves:
+            return [1]
+        return [n for n in _divisors(ranks) if style == "ring" or self._exchanges_heads(n, tp)]
+
+    def _exchanges_heads(self, cp: int, tp: int) -> bool:
+        """Whether every rank gets as many query heads as others, with the key and value heads that they read."""
+        if self.sizes is None:
+            return True
+        heads, kv_heads = self.sizes.heads // tp, self.sizes.kv_heads // tp
+        copies = cp // gcd(kv_heads, cp)
+        return heads % cp == 0 and heads % (kv_heads * copies) == 0
+
+    def legal_ep(self, ranks: int) -> list[int]:
+        """Experts are divided evenly, and what one of them is sharded over divides its matrices."""
+        if not self.native or self.experts_adapted or (self.sizes and not self.sizes.experts):
+            return [1]
+        sizes = self.sizes
+        return [n for n in _divisors(ranks) if n == 1 or sizes is None or _divides_experts(sizes, n, ranks // n)]
+
+
+def _divides_experts(sizes: Divisions, ep: int, shards: int) -> bool:
+    return sizes.experts % ep == 0 and any(size % shards == 0 for size in (sizes.hidden, sizes.expert_width))
+
+
+def _list(legal: list[int]) -> str:
+    return f"{'one of ' * (len(legal) > 1)}{', '.join(map(str, legal))}"
 
 
 def _divisors(n: int) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm
 
 
@@ -32,7 +33,7 @@ class Dispatch:
 
     def gather(self, rows: Tensor, weights: Tensor) -> Tensor:
         """[n * k, h] sorted by expert to [n, h]: the sum over a token's experts, weighted by [n, k], in float32."""
-        pairs = rows.index_select(0, self.inverse).unflatten(0, weights.shape)
+        pairs = _Unsort.apply(rows, self.order, self.inverse).unflatten(0, weights.shape)
         return (pairs * weights[..., None]).sum(1).to(rows.dtype)
 
 
@@ -52,6 +53,20 @@ class _Scatter(torch.autograd.Function):
         return grad.index_select(0, inverse).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
 
 
+class _Unsort(torch.autograd.Function):
+    """Sorted rows in the order of their pairs. As places are unique, its backward pass is a selection too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order), None, None
+
+
 def count_tokens(chosen: Tensor, experts: int) -> Tensor:
     """int64[experts]: how often each is chosen. Unlike bincount it does not wait for the device."""
     flat = chosen.flatten()
@@ -63,12 +78,13 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
     Args:
         rows: [m, k], sorted by group.
-        weights: [groups, n, k].
+        weights: [groups, n, k]; of a tensor that is divided by group, this rank's groups.
         counts: int64[groups], rows of each group; their sum is m.
 
     Returns:
         [m, n].
     """
+    weights = weights.to_local() if isinstance(weights, DTensor) else weights
     multiply = multiply_by_kernel if _has_kernel(rows, weights) else multiply_by_loop
     return multiply(rows, weights, counts)
 
@@ -86,6 +102,6 @@ def multiply_by_loop(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
     """Half precision on a GPU, and rows of whole 16 bytes on both sides."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[1:]):
+    if not rows.is_cuda or not len(rows) or rows.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[1:]):
         return False
     return torch.cuda.get_device_capability(rows.device) >= (8, 0)

@@ -7,12 +7,13 @@ of its own, may compute different tokens of one row.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from prime_hpc.models.grouped import count_tokens, grouped_matmul
-from prime_hpc.models.moe import Experts, MixtureOfExperts
+from prime_hpc.models.moe import MixtureOfExperts, Router
 
 EXPERTS = "experts"
 MARK = "lora"
@@ -41,9 +42,15 @@ class Updates(nn.ModuleDict):
     def __init__(self, adapters: list[str], shape: torch.Size, rank: int):
         super().__init__({adapter: LowRank(shape, rank) for adapter in adapters})
 
+    def of(self, adapter: str) -> LowRank:
+        return cast(LowRank, self[adapter])
+
+    def all(self) -> list[LowRank]:
+        return [self.of(adapter) for adapter in self]
+
     def stacked(self) -> tuple[Tensor, Tensor]:
         """a [groups, r, in] and b [groups, out, r]; groups are adapters, or pairs of expert and adapter."""
-        pairs = [(update.a, update.b) for update in self.values()]
+        pairs = [(update.a, update.b) for update in self.all()]
         a, b = (torch.stack(parts, dim=-3).flatten(0, -3) for parts in zip(*pairs, strict=True))
         return a, b
 
@@ -62,7 +69,8 @@ class LoRA:
 
     def select(self, tokens: dict[str, int]) -> None:
         """Announce a row with so many tokens of each adapter; none where all are the first's."""
-        self.lengths = [tokens.get(adapter, 0) for adapter in self.adapters] if tokens else None
+        several = tokens and len(self.adapters) > 1
+        self.lengths = [tokens.get(adapter, 0) for adapter in self.adapters] if several else None
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The part of each adapter, none missing: one without tokens gets a gradient too, on all ranks alike."""
@@ -71,8 +79,8 @@ class LoRA:
     def parameters(self, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
         """An adapter's parameters by name."""
         for name, updates in self.updates.items():
-            yield f"{name}.a", updates[adapter].a
-            yield f"{name}.b", updates[adapter].b
+            yield f"{name}.a", updates.of(adapter).a
+            yield f"{name}.b", updates.of(adapter).b
 
 
 def attach(model: nn.Module, adapters: list[str], rank: int, alpha: float, targets: list[str]) -> LoRA:
@@ -81,44 +89,43 @@ def attach(model: nn.Module, adapters: list[str], rank: int, alpha: float, targe
     lora = LoRA(adapters, alpha / rank)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets:
-            module.lora = lora.updates[f"{name}.weight"] = Updates(adapters, module.weight.shape, rank)
-            module.register_forward_hook(partial(_add_to_linear, lora))
+            updates = lora.updates[f"{name}.weight"] = Updates(adapters, module.weight.shape, rank)
+            module.add_module(MARK, updates)
+            module.register_forward_hook(partial(_add_to_linear, lora, updates))
         elif isinstance(module, MixtureOfExperts) and EXPERTS in targets:
             _attach_to_experts(lora, f"{name}.experts", module, rank)
     return lora
 
 
-def _add_to_linear(lora: LoRA, module: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    parts = zip(lora.split(inputs[0].flatten(0, -2)), module.lora.values(), strict=True)
+def _add_to_linear(lora: LoRA, updates: Updates, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    parts = zip(lora.split(inputs[0].flatten(0, -2)), updates.all(), strict=True)
     update = torch.cat([part @ low.a.T @ low.b.T for part, low in parts])
     return output + lora.scale * update.view_as(output)
 
 
 def _attach_to_experts(lora: LoRA, name: str, mixture: MixtureOfExperts, rank: int) -> None:
     experts = mixture.experts
-    experts.lora = nn.ModuleDict()
-    for matrix, weight in list(experts.named_parameters(recurse=False)):
-        experts.lora[matrix] = lora.updates[f"{name}.{matrix}"] = Updates(lora.adapters, weight.shape, rank)
-    product = _ExpertProduct(lora, experts)
-    experts.multiply = product
-    mixture.router.register_forward_hook(product.note)
+    matrices = {matrix: Updates(lora.adapters, weight.shape, rank) for matrix, weight in experts.named_parameters()}
+    lora.updates |= {f"{name}.{matrix}": updates for matrix, updates in matrices.items()}
+    experts.add_module(MARK, nn.ModuleDict(matrices))
+    experts.update = update = _ExpertUpdate(lora, matrices)
+    mixture.router.register_forward_hook(update.note)
 
 
-class _ExpertProduct:
-    """In place of `Experts.multiply`: the experts' matrices and the updates of them."""
+class _ExpertUpdate:
+    """What the updates of a layer's experts add to their products."""
 
-    def __init__(self, lora: LoRA, experts: Experts):
-        self._lora, self._experts, self._plain = lora, experts, experts.multiply
-        self._pairs: Tensor | None = None
+    def __init__(self, lora: LoRA, matrices: dict[str, Updates]):
+        self._lora, self._matrices = lora, matrices
+        self._pairs = torch.empty(0)
 
-    def note(self, router: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    def note(self, router: Router, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
         """Count the rows of each pair of expert and adapter. Rows are sorted by expert and, as tokens of one adapter
         lie together, by adapter within an expert."""
         counts = [count_tokens(part, router.routing.experts) for part in self._lora.split(output[1])]
         self._pairs = torch.stack(counts, dim=1).flatten()
 
     def __call__(self, matrix: str, rows: Tensor, counts: Tensor) -> Tensor:
-        a, b = self._experts.lora[matrix].stacked()
+        a, b = self._matrices[matrix].stacked()
         pairs = counts if len(self._lora.adapters) == 1 else self._pairs
-        update = grouped_matmul(grouped_matmul(rows, a, pairs), b, pairs)
-        return self._plain(matrix, rows, counts) + self._lora.scale * update
+        return self._lora.scale * grouped_matmul(grouped_matmul(rows, a, pairs), b, pairs)

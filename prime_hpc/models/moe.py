@@ -1,5 +1,6 @@
 """Mixture of experts: a router that scores and chooses, experts as stacked matrices, shared experts beside them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,9 @@ class Experts(nn.Module):
     """SwiGLU of every expert, as stacked matrices. Takes and gives rows sorted by expert, so that a wrapper may send
     them to other ranks and back."""
 
+    update: Callable[[str, Tensor, Tensor], Tensor] | None = None
+    """What adapters add to a product, from the name of its matrix, the rows and their counts."""
+
     def __init__(self, experts: int, hidden: int, width: int):
         super().__init__()
         self.gate_proj = nn.Parameter(torch.empty(experts, width, hidden))
@@ -91,12 +95,12 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[m, hidden] to [m, hidden]; `counts` int64[experts] are the rows of each expert."""
-        gate, up = (self.multiply(matrix, rows, counts) for matrix in ("gate_proj", "up_proj"))
-        return self.multiply("down_proj", silu(gate) * up, counts)
+        gate, up = (self._multiply(matrix, rows, counts) for matrix in ("gate_proj", "up_proj"))
+        return self._multiply("down_proj", silu(gate) * up, counts)
 
-    def multiply(self, matrix: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Every row times its expert's `matrix`, by name: what adapters add to."""
-        return grouped_matmul(rows, getattr(self, matrix), counts)
+    def _multiply(self, matrix: str, rows: Tensor, counts: Tensor) -> Tensor:
+        product = grouped_matmul(rows, getattr(self, matrix), counts)
+        return product if self.update is None else product + self.update(matrix, rows, counts)
 
 
 class MixtureOfExperts(nn.Module):

@@ -13,9 +13,13 @@ import zstandard
 
 from prime_hpc.cluster.files import list_fresh, write_atomic
 from prime_hpc.cluster.role import Role
+from prime_hpc.errors import CorruptData
+from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, RolloutDone, Sample
 
 SUFFIX = ".jsonl.zst"
+OPTIONAL = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
+"""Streams that not every sample has."""
 NOTHING: Mapping[str, Sample] = MappingProxyType({})
 
 
@@ -33,8 +37,8 @@ class RolloutRecorder:
         """
         self._lines[step].append(msgspec.json.encode(_record(step, done, trained)) + b"\n")
 
-    def flush(self, step: int) -> None:
-        """Write the file of `step`, replacing one that an earlier attempt left.
+    def flush(self, step: int, manifest: "BatchManifest | None" = None) -> None:
+        """Write the file of `step` and, where one is given, its manifest, replacing those that an earlier attempt left.
 
         Raises:
             InfrastructureFailure: this attempt no longer holds the run.
@@ -43,6 +47,9 @@ class RolloutRecorder:
         self._role.lease.check()
         path = record_path(self._role.paths.rollouts, step)
         self._role.patience.write(path.name, lambda: write_atomic(path, data))
+        if manifest:
+            described = msgspec.json.format(msgspec.json.encode(manifest))
+            self._role.patience.write(path.name, lambda: write_atomic(manifest_path(path.parent, step), described))
         budget = self._role.config.monitor.rollouts_gib
         if budget is not None:
             _prune(path.parent, int(budget * 2**30))
@@ -57,6 +64,41 @@ def _prune(rollouts: Path, budget: int) -> None:
         total += path.stat().st_size
         if i and total > budget:
             path.unlink()
+            manifest_path(rollouts, steps[-1 - i]).unlink(missing_ok=True)
+
+
+class BatchManifest(msgspec.Struct, kw_only=True):
+    """What optimiser step `step` of a lineage trained: samples in order, and where the journal goes on behind it."""
+
+    step: int
+    lineage: int
+    sample_ids: list[str]
+    journal_offset: int
+    lr: float | None = None
+    """Peak learning rate from this step on, where it was changed while the run worked."""
+
+
+def manifest_path(rollouts: Path, step: int) -> Path:
+    return rollouts / f"step_{step}.json"
+
+
+def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample]]:
+    """Batch `step` with its samples as the trainer got them, stream for stream.
+
+    Raises:
+        CorruptData: records or manifest are missing, or do not fit each other.
+    """
+    try:
+        manifest = msgspec.json.decode(manifest_path(rollouts, step).read_bytes(), type=BatchManifest)
+        records = [(record["source"], sample) for record in read_records(record_path(rollouts, step))
+                   for sample in record["samples"] if sample["trained"]]  # fmt: skip
+    except FileNotFoundError as error:
+        raise CorruptData(f"{error.filename} is missing: batch {step} was not recorded, or its record has made room "
+                          "(monitor.rollouts, monitor.rollouts_gib)") from error  # fmt: skip
+    samples = [_to_sample(source, record) for source, record in records]
+    if [sample.sample_id for sample in samples] != manifest.sample_ids:
+        raise CorruptData(f"{record_path(rollouts, step)} does not hold the samples that its manifest names")
+    return manifest, samples
 
 
 def record_path(rollouts: Path, step: int) -> Path:
@@ -72,22 +114,42 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _record(step: int, done: RolloutDone, trained: Mapping[str, Sample]) -> dict[str, Any]:
     rollout = msgspec.structs.asdict(done.rollout)
-    samples = [_sample(trained.get(sample.sample_id, sample)) for sample in rollout.pop("samples")]
+    samples = [_sample(trained.get(sample.sample_id, sample), sample.sample_id in trained)
+               for sample in rollout.pop("samples")]  # fmt: skip
     messages = msgspec.json.decode(done.messages)
     return {"step": step, "worker": done.worker, **rollout, "messages": messages, "samples": samples}
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
-    """Streams as lists; log-probabilities of single precision are exact in JSON. No advantages: it did not train."""
+def _sample(sample: Sample, trained: bool) -> dict[str, Any]:
+    """Streams as lists; numbers of single precision are exact in JSON."""
     return {
         "sample_id": sample.sample_id,
+        "trained": trained,
+        "adapter": sample.adapter,
         "temperature": sample.temperature,
         "token_ids": sample.token_ids.numpy().tolist(),
         "mask": sample.mask.numpy().astype(int).tolist(),
         "versions": version_runs(sample.versions.numpy()),
         "logprobs": sample.logprobs.numpy().tolist(),
-        "advantages": None if sample.advantages is None else sample.advantages.numpy().tolist(),
+        **{name: None if (stream := getattr(sample, name)) is None else stream.numpy().tolist() for name in OPTIONAL},
     }
+
+
+def _to_sample(source: str, record: dict[str, Any]) -> Sample:
+    versions = np.full(len(record["token_ids"]), NOT_SAMPLED, dtype=np.int64)
+    for version, start, end in record["versions"]:
+        versions[start:end] = PolicyVersion.parse(version).pack()
+    return Sample(
+        sample_id=record["sample_id"],
+        source=source,
+        adapter=record["adapter"],
+        temperature=record["temperature"],
+        token_ids=Array.of(record["token_ids"], "i4"),
+        mask=Array.of(record["mask"], "bool"),
+        logprobs=Array.of(record["logprobs"], "f4"),
+        versions=Array.of(versions, "i8"),
+        **{name: Array.of(record[name], "f4") for name in OPTIONAL if record[name] is not None},
+    )
 
 
 def version_runs(versions: np.ndarray) -> list[tuple[str, int, int]]:

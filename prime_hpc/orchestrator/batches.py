@@ -1,16 +1,13 @@
 """From finished groups to batches: credit, staleness, pruning. A shipped batch is kept until a checkpoint covers it."""
 
 import asyncio
-import json
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from prime_hpc.algorithms.credit import CreditAssigner
+from prime_hpc.algorithms.credit import CreditAssigner, informative
 from prime_hpc.algorithms.filters import (
     is_off_difficulty,
     trains,
@@ -18,16 +15,32 @@ from prime_hpc.algorithms.filters import (
     without_sampled_tokens,
     without_zero_advantage,
 )
-from prime_hpc.algorithms.packing import pack
-from prime_hpc.algorithms.staleness import Lineages, restrict, token_staleness
+from prime_hpc.algorithms.packing import pack_batch
+from prime_hpc.algorithms.staleness import Lineages, discounted, restrict, token_staleness
 from prime_hpc.algorithms.trajectories import trajectories
 from prime_hpc.config.checks import source_algorithm
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
-from prime_hpc.models.spec import train_flops
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
+
+LeaveOut = Callable[[Sample], tuple[Sample, int]]
+"""Gives a sample without some of its tokens, and their number."""
+
+
+class Dropped(Counter[str]):
+    """Tokens that left the mask by reason, and in `lengths` the sampled tokens of every sample that they left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[str, list[int]] = defaultdict(list)
+
+    def note(self, sample: Sample, reasons: Mapping[str, int]) -> None:
+        """`sample`, as it was before, loses so many tokens."""
+        for reason, count in reasons.items():
+            self[reason] += count
+            self.lengths[reason].append(int(sample.mask.numpy().sum()))
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,11 @@ class Batch:
     step: int
     samples: list[Sample]
     groups: list[Group]
-    dropped: Counter
+    dropped: Dropped
     staleness: np.ndarray
     journal_offset: int = 0
+    lr: float | None = None
+    """Peak learning rate from this step on, where it was changed while the run worked."""
 
     @property
     def rollouts(self) -> list[RolloutDone]:
@@ -65,7 +80,7 @@ class BatchMaker:
         Groups that give no sample leave no trace in what the algorithms remember.
         """
         before = self.state()
-        batch = self._make(step, groups, self._lineages)
+        batch = self._make(step, groups, self._lineages, self._config.orchestrator.max_staleness)
         if not batch.samples:
             self._remember(before)
         return batch
@@ -79,34 +94,45 @@ class BatchMaker:
         size, cut = self._config.orchestrator.group_size, recorded.cut
         groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
         self._remember(recorded.before.credit)
-        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage))
+        bound = self._config.orchestrator.max_staleness if cut.max_staleness is None else cut.max_staleness
+        batch = self._make(cut.step, groups, self._lineages.until(cut.lineage), bound)
         if [s.sample_id for s in batch.samples] != cut.sample_ids:
             raise CorruptData(f"batch {cut.step} cannot be made again from the journal: its samples differ; "
                               f"resume={cut.step - 1} starts from a checkpoint before it")  # fmt: skip
-        return replace(batch, journal_offset=recorded.offset)
+        return replace(batch, journal_offset=recorded.offset, lr=cut.lr)
 
-    def _make(self, step: int, groups: list[Group], lineages: Lineages) -> Batch:
-        dropped: Counter = Counter()
-        samples = []
+    def _make(self, step: int, groups: list[Group], lineages: Lineages, max_staleness: int) -> Batch:
+        dropped, samples, settings = Dropped(), [], self._config.orchestrator
         for sample in self._credit(groups, dropped):
-            kept, reasons = restrict(sample, step, self._config.orchestrator.max_staleness, lineages)
-            dropped.update(reasons)
+            if source_algorithm(self._config, sample.source).component == "ce":
+                samples.append(sample)  # a teacher's tokens have no version of the policy
+                continue
+            kept, reasons = restrict(sample, step, max_staleness, lineages)
             if "unstamped" in reasons:  # what its other tokens saw is not known either
-                dropped["unstamped"] += int(kept.mask.numpy().sum())
+                reasons["unstamped"] += int(kept.mask.numpy().sum())
             else:
-                samples.append(kept)
+                samples.append(kept if settings.age_discount == 1 else discounted(kept, step, settings.age_discount))
+            dropped.note(sample, reasons)
         ages = [token_staleness(sample, step) for sample in samples]
         staleness = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
-        if self._config.orchestrator.drop_zero_advantage:
-            samples = [_counted(without_zero_advantage(sample), dropped, "zero_advantage") for sample in samples]
+        if settings.drop_zero_advantage:
+            samples = [_counted(sample, without_zero_advantage, dropped, "zero_advantage") for sample in samples]
         return Batch(step, [s for s in samples if trains(s)], groups, dropped, staleness)
+
+    def informative(self, group: Group) -> bool:
+        """Whether a finished group would train anything by itself."""
+        algorithm = source_algorithm(self._config, group.source)
+        if not any(trains(sample) for sample in self._fit(group, _samples(group), Dropped())):
+            return False
+        played = [t for rollout in group.scored for t in trajectories(rollout)]
+        return not self._config.orchestrator.drop_zero_advantage or informative(played, algorithm)
 
     def state(self) -> dict[str, dict[str, float]]:
         """What the algorithms of the sources remember."""
         seen = {source: state for source, assigner in self._assigners.items() if (state := assigner.state())}
         return {**self._memory, **seen}
 
-    def _credit(self, groups: list[Group], dropped: Counter) -> list[Sample]:
+    def _credit(self, groups: list[Group], dropped: Dropped) -> list[Sample]:
         """All samples in order of their groups. Each source's groups are credited together, by its own algorithm."""
         credited: dict[str, list[Sample]] = {}
         for source in dict.fromkeys(group.source for group in groups):
@@ -115,12 +141,12 @@ class BatchMaker:
             credited |= zip((g.group_id for g in own), self._assigner(source).assign(played), strict=True)
         return [sample for group in groups for sample in self._fit(group, credited[group.group_id], dropped)]
 
-    def _fit(self, group: Group, samples: list[Sample], dropped: Counter) -> list[Sample]:
+    def _fit(self, group: Group, samples: list[Sample], dropped: Dropped) -> list[Sample]:
         """The group's samples, those that the source's filters find without their sampled tokens."""
         filters = source_algorithm(self._config, group.source).filters
         off = filters.difficulty and is_off_difficulty([r.reward for r in group.scored], filters.difficulty)
         reasons = {s.sample_id: "difficulty" if off else unfit(r, filters) for r in group.scored for s in r.samples}
-        return [_counted(without_sampled_tokens(sample), dropped, reason) if (reason := reasons[sample.sample_id])
+        return [_counted(sample, without_sampled_tokens, dropped, reason) if (reason := reasons[sample.sample_id])
                 else sample for sample in samples]  # fmt: skip
 
     def _remember(self, memory: Mapping[str, dict[str, float]]) -> None:
@@ -139,9 +165,7 @@ class BatchShelf:
     """Shipped batches by step, until a complete checkpoint covers them; packs them for whoever asks."""
 
     def __init__(self, config: RunConfig):
-        self._max_tokens = config.trainer.micro_batch_tokens or config.seq_len
-        self._last = config.max_steps
-        self._model = json.loads((Path(config.model.path) / "config.json").read_text())
+        self._config, self._last = config, config.max_steps
         self._batches: dict[int, Batch] = {}
         self._packed: dict[tuple[int, int], asyncio.Task[list[list[MicroBatch]]]] = {}
         self._changed = asyncio.Condition()
@@ -175,16 +199,14 @@ class BatchShelf:
             micro_batches=ranks[request.rank],
             sample_ids=[s.sample_id for s in batch.samples],
             journal_offset=batch.journal_offset,
+            lr=batch.lr,
         )
 
     async def _pack(self, batch: Batch, world: int) -> list[list[MicroBatch]]:
         key = (batch.step, world)
         if key not in self._packed:
-            self._packed[key] = asyncio.create_task(asyncio.to_thread(self._pack_now, batch, world))
+            self._packed[key] = asyncio.create_task(asyncio.to_thread(pack_batch, batch.samples, world, self._config))
         return await self._packed[key]
-
-    def _pack_now(self, batch: Batch, world: int) -> list[list[MicroBatch]]:
-        return pack(batch.samples, world, self._max_tokens, partial(train_flops, self._model))
 
     def _forget(self, checkpointed: int) -> None:
         self._batches = {step: b for step, b in self._batches.items() if step > checkpointed}
@@ -195,8 +217,14 @@ def _nothing_left(request: BatchRequest) -> RankBatch:
     return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
 
 
-def _counted(outcome: tuple[Sample, int], dropped: Counter, reason: str) -> Sample:
-    sample, count = outcome
+def _samples(group: Group) -> list[Sample]:
+    return [sample for rollout in group.scored for sample in rollout.samples]
+
+
+def _counted(
+    sample: Sample, leave_out: Callable[[Sample], tuple[Sample, int]], dropped: Dropped, reason: str
+) -> Sample:
+    left, count = leave_out(sample)
     if count:
-        dropped[reason] += count
-    return sample
+        dropped.note(sample, {reason: count})
+    return left

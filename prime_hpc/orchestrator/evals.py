@@ -1,13 +1,14 @@
 """Evaluation during training: every task of every evaluation source, under the version that serves when it starts."""
 
 import asyncio
+import time
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import source_name
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.report import Metrics, eval_metrics
 from prime_hpc.orchestrator.runner import Runner
-from prime_hpc.transport.messages import PolicyVersion, Rollout
+from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, Rollout
 
 DEFAULT_TASKS = 128
 """Tasks of an endless taskset without `num_tasks`."""
@@ -20,6 +21,7 @@ class Evaluator:
         self._settings = role.config.env.eval
         self._runner, self._pool = runner, pool
         self._log = role.log
+        self._last = time.monotonic()
 
     def due(self, step: int, *, first: bool, last: bool) -> bool:
         """Whether version `step` is to be evaluated."""
@@ -27,10 +29,11 @@ class Evaluator:
         if not settings.sources:
             return False
         regular = bool(settings.every) and step > 0 and step % settings.every == 0
-        return last or regular or (first and settings.at_start)
+        overdue = settings.every_s is not None and time.monotonic() - self._last >= settings.every_s
+        return last or regular or overdue or (first and settings.at_start)
 
     async def run(self, version: PolicyVersion) -> Metrics:
-        """Metrics of all sources."""
+        """Metrics of all sources. The engines keep `version` meanwhile; rollouts of another version count as mixed."""
         metrics: Metrics = {}
         for source in self._settings.sources:
             name = source_name(source)
@@ -38,7 +41,11 @@ class Evaluator:
             count = min(filter(None, (known, source.num_tasks)), default=DEFAULT_TASKS)
             rollouts = await self._source(name, count, version)
             metrics.update(eval_metrics(name, rollouts), **{f"eval/{name}/version": float(version.step)})
+            if mixed := sum(not is_pure(rollout, version) for rollout in rollouts):
+                self._log.error("%d rollouts of %s were not sampled by v%s alone", mixed, name, version)
+            metrics[f"eval/{name}/mixed"] = float(mixed)
             self._log.info("evaluated %s at v%s: reward %s", name, version, metrics.get(f"eval/{name}/reward"))
+        self._last = time.monotonic()
         return metrics
 
     async def _source(self, name: str, tasks: int, version: PolicyVersion) -> list[Rollout]:
@@ -49,3 +56,9 @@ class Evaluator:
                 for k in range(self._settings.rollouts_per_task)
             ]
         return [task.result().rollout for task in running]
+
+
+def is_pure(rollout: Rollout, version: PolicyVersion) -> bool:
+    """Whether every sampled token of a rollout is of `version`."""
+    allowed = {version.pack(), NOT_SAMPLED}
+    return all(set(sample.versions.numpy().tolist()) <= allowed for sample in rollout.samples)

@@ -1,5 +1,6 @@
 """Groups of rollouts of one task, from the draw of the task to the last rollout's end."""
 
+import time
 from dataclasses import dataclass, field
 
 from prime_hpc.orchestrator.journal import GroupOpened
@@ -16,6 +17,9 @@ class Group:
     version: PolicyVersion
     size: int
     done: list[RolloutDone] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+    informative: bool = True
+    """Once finished: whether it would train anything."""
 
     @classmethod
     def restored(cls, opened: GroupOpened, done: list[RolloutDone], size: int) -> "Group":

@@ -61,6 +61,9 @@ class BatchCut(msgspec.Struct, tag=True, kw_only=True):
     group_ids: list[str]
     sample_ids: list[str]
     memory: Memory = msgspec.field(default_factory=Memory)
+    max_staleness: int | None = None
+    lr: float | None = None
+    """What was in force, since both may change while the run works."""
 
 
 class GroupsDropped(msgspec.Struct, tag=True, kw_only=True):

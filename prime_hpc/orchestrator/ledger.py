@@ -1,23 +1,32 @@
 """What the orchestrator writes down: metrics, rollout records, progress, idle shares, the summary and the curve."""
 
 import asyncio
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from itertools import islice
+from types import MappingProxyType
+
+from rich.console import Console
 
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.observe.curve import draw_reward_curve
 from prime_hpc.observe.monitor import Monitor, read_metrics
-from prime_hpc.observe.records import RolloutRecorder
+from prime_hpc.observe.preview import Preview, legend
+from prime_hpc.observe.records import BatchManifest, RolloutRecorder, read_records, record_path
 from prime_hpc.orchestrator.batches import Batch, BatchShelf
 from prime_hpc.orchestrator.fleet import UpdateTimes
-from prime_hpc.orchestrator.report import Metrics, batch_metrics, summarise
+from prime_hpc.orchestrator.report import Metrics, batch_metrics, losses, summarise
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, StepReport
 
 TICK_S = 0.5
+SHOWN_ROLLOUTS = 3
+NOTHING: Mapping[str, list[float]] = MappingProxyType({})
 
 
 class Ledger:
@@ -38,20 +47,37 @@ class Ledger:
         self._last_report = self._begin
         self._last_tokens = self._tokens = 0
 
-    async def shipped(self, batch: Batch) -> None:
-        """Batch `step` was cut."""
-        self._rows[batch.step].update(batch_metrics(batch))
+    async def shipped(self, batch: Batch, lineage: int, given_up: Mapping[str, list[float]] = NOTHING) -> None:
+        """Batch `step` was cut for `lineage`. `given_up` are rollouts that came to nothing: seconds by reason.
+
+        The first batch of a run is shown, decoded, in the log.
+        """
+        self._rows[batch.step].update(batch_metrics(batch) | losses(given_up))
         self._tokens += sum(done.rollout.completion_tokens for done in batch.rollouts)
         if self._recorder:
             trained = {sample.sample_id: sample for sample in batch.samples}
             for done in batch.rollouts:
                 self._recorder.add(batch.step, done, trained)
-            await asyncio.to_thread(self._recorder.flush, batch.step)
+            manifest = BatchManifest(step=batch.step, lineage=lineage, journal_offset=batch.journal_offset, lr=batch.lr,
+                                     sample_ids=[sample.sample_id for sample in batch.samples])  # fmt: skip
+            await asyncio.to_thread(self._recorder.flush, batch.step, manifest)
+            if batch.step == 1 and (preview := Preview.of(self._role.config.model)):
+                await asyncio.to_thread(self._show, preview, batch.step)
+
+    def _show(self, preview: Preview, step: int) -> None:
+        """Print a few samples of a recorded batch, so that a mistake in template or mask meets the eye at once."""
+        console = Console(file=sys.stderr, force_terminal=True, highlight=False)
+        console.print("what trains in the first batch:", legend())
+        for record in islice(read_records(record_path(self._role.paths.rollouts, step)), SHOWN_ROLLOUTS):
+            for text in preview.render(record):
+                console.print(text, soft_wrap=True)
 
     def updated(self, version: PolicyVersion, times: UpdateTimes) -> None:
         """The engines serve `version`; its costs go into the next row, as step `version` may be reported already."""
-        self._update = {"update/version": float(version.step), "update/load_s": times.load_s,
-                        "update/pause_s": times.pause_s}  # fmt: skip
+        self._update = {"update/version": float(version.step), "update/prepare_s": times.prepare_s,
+                        "update/load_s": times.load_s, "update/pause_s": times.pause_s}  # fmt: skip
+        if times.canary is not None:
+            self._update["update/canary"] = times.canary
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         self._monitor.log(step, metrics)
@@ -59,7 +85,7 @@ class Ledger:
     async def answer(self, shelf: BatchShelf, request: BatchRequest) -> RankBatch:
         """The shelf's answer, after the report that came with the question was taken down."""
         if request.report and request.report.step > self._reported:
-            await self._report(request.report)
+            await self.report(request.report)
         return await shelf.answer(request)
 
     async def wait_reported(self, step: int) -> None:
@@ -87,7 +113,8 @@ class Ledger:
         write_json(paths.summary, summarise(rows, time.monotonic() - self._begin, self._idle()), durable=True)
         draw_reward_curve(paths.metrics, paths.root / "reward_curve.png", self._role.plan.name)
 
-    async def _report(self, report: StepReport) -> None:
+    async def report(self, report: StepReport) -> None:
+        """Write the row of a step, with what the trainer measured."""
         now = time.monotonic()
         row = {**self._rows.pop(report.step, {}), **report.metrics, **self._update}
         self._update = {}

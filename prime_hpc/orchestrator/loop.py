@@ -15,9 +15,11 @@ from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
 from prime_hpc.orchestrator.fleet import Fleet, UpdateTimes
+from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import BatchCut, Memory, RecordedBatch, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
+from prime_hpc.orchestrator.live import LiveControl
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.tasks import TaskStream
@@ -25,7 +27,7 @@ from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
 from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, oldest_offset, read_manifest
-from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch
+from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, StepReport
 
 DRAIN_POLL_S = 0.5
 
@@ -35,6 +37,9 @@ class Orchestrator:
 
     def __init__(self, role: Role):
         self.role, self.config = role, role.config
+        self.trains = self.config.mode == "rl"
+        if not self.trains:
+            self.config.orchestrator.max_staleness = self.config.max_steps  # the base model never ages
         checkpoint = _covering(role)
         self.start_step = checkpoint.step if checkpoint else 0
         self.journal = open_journal(role, checkpoint)
@@ -57,6 +62,8 @@ class Orchestrator:
             await self._ship_again(self.journal.state.batches.values())
             background += [
                 tasks.create_task(self.fleet.watch()),
+                tasks.create_task(self.frozen.watch()),
+                tasks.create_task(self.live.follow()),
                 tasks.create_task(self.server.serve(self._answer)),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
@@ -76,18 +83,22 @@ class Orchestrator:
 
     async def _connect(self) -> None:
         self.fleet = await Fleet.connect(self.role)
+        self.frozen = await FrozenModels.connect(self.role)
         shipped = max(self.start_step, self.journal.state.step)
         self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
-        await self.versions.first(self.config.cluster.start_timeout_s)
+        if self.trains:
+            await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
         await self.pool.wait_ready(names, self.config.env.start_timeout_s)
         self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
         self.tasks.restore(self.journal.state)
-        self.runner = Runner(self.role, self.pool, self.fleet)
+        self.runner = Runner(self.role, self.pool, self.fleet, self.frozen)
         self.evaluator = Evaluator(self.role, self.runner, self.pool)
-        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal)
+        self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal,
+                                   self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
+        self.live = LiveControl(self.role, self.scheduler, self.tasks)
         self.role.rendezvous.publish("sampling")
 
     async def _ship_again(self, batches: Iterable[RecordedBatch]) -> None:
@@ -96,7 +107,7 @@ class Orchestrator:
         for recorded in list(batches):
             batch = maker.make_again(recorded)
             await self.shelf.put(batch)
-            await self.ledger.shipped(batch)
+            await self.ledger.shipped(batch, recorded.cut.lineage)
 
     async def _answer(self, request: BatchRequest) -> RankBatch:
         """The batch that a rank asks for, if need be from the journal.
@@ -130,43 +141,51 @@ class Orchestrator:
         with self.role.heart.waiting(f"version {near}", "trainer-0", self.config.trainer.batch_timeout_s):
             await self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
         for _ in range(self.config.orchestrator.max_empty_batches):
-            groups = await self._take()
+            groups = await self._take(step)
             if self.drained:
                 return None
             batch = self.maker.make(step, groups)
             if batch.samples:
                 return batch
+            if not any(group.informative for group in groups):
+                break
             self.scheduler.drop(batch.groups, "no_gradient")
             self.role.log.warning("no token of %d rollouts carries an advantage, sampling on", len(batch.rollouts))
         raise EnvironmentFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable "
                                  "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
 
-    async def _take(self) -> list[Group]:
-        """Groups of one batch, in the order they finished; none once the run is asked to leave."""
+    async def _take(self, step: int) -> list[Group]:
+        """Groups of batch `step`; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
         with self.role.heart.waiting(f"{size} finished rollouts", "environment", self.config.trainer.batch_timeout_s):
             async with scheduler.changed:
-                await scheduler.changed.wait_for(lambda: scheduler.ready_rollouts >= size or self.drained)
-        if self.drained:
-            return []
-        groups, count = [], 0
-        while count < size:
-            groups.append(scheduler.ready.pop(0))
-            count += len(groups[-1].done)
-        return groups
+                await scheduler.changed.wait_for(lambda: scheduler.enough(step) or self.drained)
+        return [] if self.drained else scheduler.take(step)
 
     async def _ship(self, batch: Batch) -> None:
         self.role.reach("batch.before")
         self.role.lease.check()
         group_ids, sample_ids = [g.group_id for g in batch.groups], [s.sample_id for s in batch.samples]
-        memory = Memory(credit=self.maker.state(), tasks=self.tasks.state())
-        cut = BatchCut(step=batch.step, lineage=self.lineages.current, group_ids=group_ids, sample_ids=sample_ids,
-                       memory=memory)  # fmt: skip
+        cut = BatchCut(
+            step=batch.step,
+            lineage=self.lineages.current,
+            group_ids=group_ids,
+            sample_ids=sample_ids,
+            memory=Memory(credit=self.maker.state(), tasks=self.tasks.state()),
+            max_staleness=self.config.orchestrator.max_staleness,
+            lr=self.live.lr,
+        )
         self.journal.append(cut, durable=True)
         self.role.reach("batch.during")
-        await self.shelf.put(replace(batch, journal_offset=self.journal.offset))
+        batch = replace(batch, journal_offset=self.journal.offset, lr=cut.lr)
+        await self.shelf.put(batch)
         self.versions.shipped = batch.step
-        await self.ledger.shipped(batch)
+        self._give_up()
+        await self.ledger.shipped(batch, self.lineages.current, self.scheduler.given_up)
+        self.scheduler.given_up.clear()
+        if not self.trains:
+            self.versions.published = PolicyVersion(self.lineages.current, batch.step)
+            await self.ledger.report(StepReport(step=batch.step, metrics={}))
         await self.scheduler.notify()
         self.role.heart.progress(f"shipped batch {batch.step}")
         self.role.reach("batch.after")
@@ -183,6 +202,9 @@ class Orchestrator:
         await self._evaluate(last, last=True)
 
     async def _on_published(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
         """Drop groups whose first tokens would be too old for the next batch, or come from abandoned weights."""
         oldest = self.versions.shipped - self.config.orchestrator.max_staleness
         stale = self.scheduler.cancel_where(lambda group: group.version.step < oldest, "stale")

@@ -1,6 +1,7 @@
 """Numbers of a step, of an evaluation and of the whole run."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,23 @@ def batch_metrics(batch: Batch) -> Metrics:
         "batch/rollouts": len(rollouts),
         "batch/samples": len(batch.samples),
         "batch/groups": len(batch.groups),
+        "batch/informative": sum(group.informative for group in batch.groups),
         "batch/errors": sum(r.failure is not None for r in rollouts),
         "staleness/mean": float(batch.staleness.mean()) if len(batch.staleness) else 0.0,
         "staleness/max": float(batch.staleness.max(initial=0)),
     }
     metrics.update({f"dropped/{reason}": float(count) for reason, count in sorted(batch.dropped.items())})
-    metrics.update({f"errors/{kind}": float(n) for kind, n in _failures(rollouts).items()})
+    metrics.update({f"dropped/{reason}/length": _mean(lengths) for reason, lengths in batch.dropped.lengths.items()})
+    metrics.update({f"errors/{name}": float(n) for name, n in _failures(rollouts).items()})
     for source in ("all", *sorted({r.source for r in rollouts})):
         metrics.update(_scores(f"train/{source}", [r for r in batch.scored if source in ("all", r.source)]))
     return metrics
+
+
+def losses(given_up: Mapping[str, list[float]]) -> Metrics:
+    """Rollouts that were given up, by reason, and the mean time since their groups began."""
+    counts = {f"cancelled/{reason}": float(len(seconds)) for reason, seconds in given_up.items()}
+    return counts | {f"cancelled/{reason}/seconds": _mean(seconds) for reason, seconds in given_up.items()}
 
 
 def eval_metrics(source: str, rollouts: list[Rollout]) -> Metrics:
@@ -78,7 +87,9 @@ def _scores(prefix: str, scored: list[Rollout]) -> Metrics:
 
 
 def _failures(rollouts: list[Rollout]) -> Counter:
-    return Counter(r.failure.kind for r in rollouts if r.failure)
+    """Failures by kind, and by kind and type."""
+    failures = [r.failure for r in rollouts if r.failure]
+    return Counter([f.kind for f in failures] + [f"{f.kind}/{f.type}" for f in failures])
 
 
 def _mean(values: list[Any]) -> float:

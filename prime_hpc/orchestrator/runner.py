@@ -4,13 +4,15 @@ import asyncio
 from dataclasses import asdict
 
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.checks import source_adapter, source_name
+from prime_hpc.config.algorithm import OPSD
+from prime_hpc.config.checks import sampled_by, scored_by, source_adapter, source_algorithm, source_name
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.budget import ErrorBudget
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.fleet import Fleet
-from prime_hpc.transport.messages import PolicyVersion, RolloutDone, RunRollout
+from prime_hpc.orchestrator.frozen import FrozenModels
+from prime_hpc.transport.messages import Endpoint, PolicyVersion, RolloutDone, RunRollout
 
 RETRY_PAUSE_S = 1.0
 
@@ -18,10 +20,10 @@ RETRY_PAUSE_S = 1.0
 class Runner:
     """What training and evaluation share: the way of one rollout."""
 
-    def __init__(self, role: Role, pool: EnvPool, fleet: Fleet):
+    def __init__(self, role: Role, pool: EnvPool, fleet: Fleet, frozen: FrozenModels):
         self._role, self._config = role, role.config
         self._pool = pool
-        self._fleet = fleet
+        self._fleet, self._frozen = fleet, frozen
         self._log = role.log
         sources = [*role.config.env.train, *role.config.env.eval.sources]
         self._sources: dict[str, SourceConfig] = {source_name(s): s for s in sources}
@@ -68,13 +70,19 @@ class Runner:
 
     async def _try(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion,
                    evaluate: bool) -> RolloutDone:  # fmt: skip
-        engine = await self._fleet.pick()
+        teacher = None if evaluate else sampled_by(self._config, source)
+        engine = self._frozen.pick(teacher) if teacher else await self._fleet.pick()
         adapter = source_adapter(self._config, self._sources[source])
+        own = Endpoint(base_url=engine.base_url, model=adapter or self._config.model.served_name)
+        sampler = self._frozen.endpoint(teacher, engine) if teacher else own
         request = RunRollout(
             rollout_id=rollout_id,
             task_index=task_index,
-            base_url=engine.base_url,
-            model=adapter or self._config.model.served_name,
+            base_url=sampler.base_url,
+            model=sampler.model,
+            key_variable=sampler.key_variable,
+            teacher=teacher is not None,
+            reference=None if evaluate else self._reference(source, own),
             version=version,
             sampling=asdict(self._sources[source].sampling),
             evaluate=evaluate,
@@ -87,7 +95,18 @@ class Runner:
             done = await self._pool.run(source, request)
         finally:
             engine.load -= 1
-        if done.rollout.failure and done.rollout.failure.kind == "inference":
+        if done.rollout.failure and done.rollout.failure.kind == "inference" and teacher is None:
             self._fleet.suspect(engine)
         self._role.reach("sampling.after")
         return done
+
+    def _reference(self, source: str, own: Endpoint) -> Endpoint | None:
+        """Who scores the samples of a training source: a frozen model, the policy's own engine, or nobody."""
+        if isinstance(source_algorithm(self._config, source), OPSD):
+            return own
+        name = scored_by(self._config, source)
+        return self._frozen.endpoint(name, self._frozen.pick(name)) if name else None
+
+    def pauses(self, source: str) -> bool:
+        """Whether a source is past its error budget: then one episode at a time says whether it goes on."""
+        return self._budgets[source].paused is not None

@@ -1,7 +1,9 @@
 """Continuous sampling: opens groups while credits last, collects finished ones, cancels those that came too late."""
 
 import asyncio
+import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 
 from prime_hpc.cluster.role import Role
@@ -15,15 +17,18 @@ from prime_hpc.orchestrator.versions import Versions
 class Scheduler:
     """Holds the groups that run (`open`) and those that wait for a batch (`ready`)."""
 
-    def __init__(self, role: Role, runner: Runner, stream: TaskStream, versions: Versions, journal: Journal):
+    def __init__(self, role: Role, runner: Runner, stream: TaskStream, versions: Versions, journal: Journal,
+                 informative: Callable[[Group], bool]):  # fmt: skip
+        """`informative` says whether a finished group would train anything."""
         settings = role.config.orchestrator
+        self._informative = informative
         self.ready: list[Group] = []
         self.open: dict[str, Group] = {}
-        self.cancelled = 0
-        self.closed = False
+        self.given_up: dict[str, list[float]] = defaultdict(list)
+        """Of every rollout that was given up since anybody looked, by reason, the seconds since its group began."""
+        self.closed = self.paused = False
         self.changed = asyncio.Condition()
         self._settings = settings
-        self._max_inflight = settings.max_inflight or settings.batch_size
         self._runner, self._stream, self._versions, self._journal = runner, stream, versions, journal
         self._tasks: dict[str, asyncio.Task] = {}
 
@@ -34,15 +39,40 @@ class Scheduler:
 
     @property
     def ready_rollouts(self) -> int:
-        return sum(len(g.done) for g in self.ready)
+        """Finished rollouts that count towards a batch: those of groups with something to learn from."""
+        return sum(len(g.done) for g in self.ready if g.informative)
+
+    def enough(self, step: int) -> bool:
+        """Whether batch `step` may be cut."""
+        size = self._settings.batch_size
+        sampled = sum(len(g.done) for g in self.ready)
+        if self.ready_rollouts < size and sampled < size * self._settings.max_empty_batches:
+            return False
+        return self._settings.on_stale == "drop" or not any(self._last_chance(g, step) for g in self.open.values())
+
+    def take(self, step: int) -> list[Group]:
+        """Groups of batch `step`, those of the oldest version first; groups without a signal come along as extras."""
+        self.ready.sort(key=lambda group: group.version)
+        taken, count = list[Group](), 0
+        while self.ready and (count < self._settings.batch_size or self._urgent(self.ready[0], step)):
+            group = self.ready.pop(0)
+            taken.append(group)
+            count += len(group.done) if group.informative else 0
+        return taken
+
+    def _urgent(self, group: Group, step: int) -> bool:
+        return self._settings.on_stale == "wait" and self._last_chance(group, step)
+
+    def _last_chance(self, group: Group, step: int) -> bool:
+        """Whether the group's first tokens would be too old for the batch after `step`."""
+        return group.version.step < step - self._settings.max_staleness
 
     def restore(self, state: JournalState) -> None:
         """Groups of an earlier start: finished rollouts return, missing ones run again under the same task."""
         for recorded in state.groups.values():
             group = Group.restored(recorded.opened, recorded.done, self._settings.group_size)
             if group.finished:
-                self._observe(group)
-                self.ready.append(group)
+                self._finish(group)
             else:
                 self.open[group.group_id] = group
 
@@ -77,9 +107,10 @@ class Scheduler:
         waiting = [g for g in self.ready if hopeless(g)]
         self.ready = [g for g in self.ready if not hopeless(g)]
         self.drop(doomed + waiting, reason)
-        given_up = sum(g.size for g in doomed + waiting)
-        self.cancelled += given_up
-        return given_up
+        now = time.monotonic()
+        for group in doomed + waiting:
+            self.given_up[reason] += [now - group.begun] * group.size
+        return sum(g.size for g in doomed + waiting)
 
     def drop(self, groups: list[Group], reason: str) -> None:
         """Take down that these groups will be in no batch."""
@@ -92,14 +123,16 @@ class Scheduler:
         ahead = sum(g.size for g in self.open.values()) + self.ready_rollouts + size
         return (
             not self.closed
+            and not self.paused
+            and len(self._resting()) < len(self._stream.sources)
             and self._versions.lead < self._settings.max_lead + 1
             and self.ready_rollouts < self._settings.batch_size
-            and self.inflight + size <= self._max_inflight
+            and self.inflight + size <= (self._settings.max_inflight or self._settings.batch_size)
             and ahead <= (self._settings.max_staleness + 1 - self._versions.lead) * self._settings.batch_size
         )
 
     def _draw(self) -> Group:
-        source, draw, index = self._stream.draw(self._versions.shipped + 1)
+        source, draw, index = self._stream.draw(self._versions.shipped + 1, self._resting())
         group = Group(uuid.uuid4().hex[:12], source, index, self._versions.served, self._settings.group_size)
         opened = GroupOpened(group_id=group.group_id, source=source, draw=draw, task_index=index, version=group.version)
         self._journal.append(opened)
@@ -116,12 +149,21 @@ class Scheduler:
                 rollouts.create_task(self._run_rollout(group, f"{group.group_id}-{i}"))
         self._tasks.pop(group.group_id)
         self.open.pop(group.group_id)
-        self._observe(group)
-        self.ready.append(group)
+        self._finish(group)
         await self.notify()
 
-    def _observe(self, group: Group) -> None:
+    def _finish(self, group: Group) -> None:
+        """Every rollout of the group has ended."""
         self._stream.observe(group.source, group.task_index, [r.reward for r in group.scored])
+        if self._settings.partial_groups == "drop" and len(group.scored) < len(group.done):
+            self.drop([group], "partial")
+            return
+        group.informative = self._informative(group)
+        self.ready.append(group)
+
+    def _resting(self) -> set[str]:
+        """Sources that pause and have a group open already, which says when they may go on."""
+        return {group.source for group in self.open.values() if self._runner.pauses(group.source)}
 
     async def _run_rollout(self, group: Group, rollout_id: str) -> None:
         done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)

@@ -10,8 +10,10 @@ from prime_hpc.config.checks import source_name
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
+from prime_hpc.config.sizes import components_of, engine_models
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
+from prime_hpc.plan.transport import check_transport
 
 BASE_ENV = {
     "PYTHONUNBUFFERED": "1",
@@ -40,7 +42,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
     """Place every process of a run: on this machine with `gpus` GPUs, or on nodes of Slurm.
 
     Raises:
-        ConfigurationError: the run needs more GPUs than there are.
+        ConfigurationError: the run needs more GPUs than there are, or weights cannot travel as they are to.
     """
     placement = place(config, gpus)
     processes = list(_processes(config, placement))
@@ -49,7 +51,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         process.command += [str(paths.plan), "--process", process.name]
         process.log = str(paths.logs(attempt.number) / f"{process.name}.log")
         process.env = {**BASE_ENV, **config.cluster.env, **process.env}
-    return RunPlan(
+    plan = RunPlan(
         name=run_dir.name,
         run_dir=str(run_dir),
         attempt=attempt.number,
@@ -61,6 +63,8 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         rewind=attempt.rewind,
         config=to_dict(config),
     )
+    check_transport(config, plan)
+    return plan
 
 
 def host_python(config: RunConfig) -> str:
@@ -77,12 +81,12 @@ def interpreter(config: RunConfig, name: str) -> str:
 
 
 def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]:
-    if config.mode == "rl":
+    if config.mode in ("rl", "sample"):
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
-    if config.mode != "sft":
+    if "inference" in components_of(config):
         yield from _inference(config, placement)
-    if config.mode != "serve":
+    if "trainer" in components_of(config):
         yield from _trainer(config, placement)
 
 
@@ -104,11 +108,11 @@ def _environments(config: RunConfig) -> Iterator[ProcessPlan]:
 
 
 def _inference(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]:
-    for i, slots in enumerate(placement.engines):
+    for i, (slots, frozen) in enumerate(zip(placement.engines, engine_models(config), strict=True)):
         for rank, slot in enumerate(slots):
             name = f"inference-{i}" if rank == 0 else f"inference-{i}-node-{rank}"
             process = _process(config, name, "inference", i, config.inference.engine, slot)
-            process.rank, process.env = rank, dict(config.inference.env)
+            process.rank, process.frozen, process.env = rank, frozen, dict(config.inference.env)
             yield process
 
 

@@ -16,7 +16,8 @@ class ProcessPlan(msgspec.Struct, kw_only=True):
     """One process. `component` is orchestrator, environment (workers beside it), inference or trainer.
 
     `index` counts engines, ranks or workers of a source; `rank` counts the nodes of one engine, of which the first
-    answers requests. `node` counts the nodes of the component's group, `gpus` are indices on that node.
+    answers requests; `frozen` names the model of an engine that does not serve the policy. `node` counts the nodes of
+    the component's group, `gpus` are indices on that node.
     The command is run from any folder; `log` lies inside the run directory.
     """
 
@@ -28,6 +29,7 @@ class ProcessPlan(msgspec.Struct, kw_only=True):
     log: str
     rank: int = 0
     gpus: list[int] = []
+    frozen: str | None = None
     env: dict[str, str] = {}
 
 
@@ -84,17 +86,32 @@ class RunPlan(msgspec.Struct, kw_only=True):
         return [p for p in self.processes if p.component == component]
 
     def engines(self) -> list[ProcessPlan]:
-        """The process of each engine that answers requests."""
-        return [p for p in self.of("inference") if p.rank == 0]
+        """The process of each of the policy's engines that answers requests."""
+        return self.serving(None)
+
+    def serving(self, frozen: str | None) -> list[ProcessPlan]:
+        """The process of each engine of a frozen model, or of the policy (None), that answers requests."""
+        return [p for p in self.of("inference") if p.rank == 0 and p.frozen == frozen]
 
     def group(self, process: ProcessPlan) -> NodeGroup:
         """The nodes among which `process` is placed; environment workers run beside the orchestrator."""
         name = "orchestrator" if process.component == "environment" else process.component
         return next(g for g in self.groups if g.name == name)
 
+    @property
+    def held_gpus(self) -> int:
+        """GPUs that the run holds: on Slurm those of all its nodes, spares too; on this machine those in use."""
+        if not self.typed_config().launcher.on_slurm:
+            return len({gpu for process in self.processes for gpu in process.gpus})
+        return sum(max(g.gpus for g in self.groups if g.first <= node < g.end) for node in range(self.nodes))
+
     def host(self, process: ProcessPlan) -> int:
         """The number of its node among all nodes of the run."""
         return self.group(process).first + process.node
+
+    def shares_gpu(self, one: ProcessPlan, other: ProcessPlan) -> bool:
+        """Whether two processes have a GPU in common."""
+        return bool(set(one.gpus) & set(other.gpus)) and self.host(one) == self.host(other)
 
     def typed_config(self) -> RunConfig:
         return parse(self.config)

@@ -4,6 +4,7 @@ from rich.console import Group
 from rich.table import Table
 
 from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.transport import describe_transport
 from prime_hpc.plan.units import Unit, units
 
 
@@ -12,6 +13,8 @@ def render(plan: RunPlan) -> Group:
     config = plan.config
     origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config['model']['path']}"
     facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {config['max_steps']} steps, {origin}"
+    if config["mode"] == "rl":
+        facts += f"; {describe_transport(plan.typed_config().update)}"
     tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]
     return Group(facts, plan.run_dir, "", *tables)
 
@@ -29,8 +32,7 @@ def _group_table(plan: RunPlan) -> Table:
     for group in plan.groups:
         numbers = _span(group.first, group.nodes + group.spare)
         table.add_row(group.name, str(group.nodes), str(group.spare or "-"), str(group.gpus or "-"), numbers)
-    gpus = sum(max(g.gpus for g in plan.groups if g.first <= n < g.end) for n in range(plan.nodes))
-    table.add_row("in all", str(plan.nodes), "", f"{gpus} together" if gpus else "-", "")
+    table.add_row("in all", str(plan.nodes), "", f"{plan.held_gpus} together" if plan.held_gpus else "-", "")
     return table
 
 

@@ -1,12 +1,13 @@
 """Packed attention for models of transformers: which implementation they run, and what their forward must be told."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
-from prime_hpc.models.attention import SDPA, Attend, open_attention
+from prime_hpc.models.attention import SDPA, Attend
 
 DOCUMENTS = "prime_documents"
 """Name among the implementations of transformers of attention that goes through an `Attend`."""
@@ -23,14 +24,19 @@ def choose_implementation(backend: str, config: PreTrainedConfig) -> str:
     return backend if backend.startswith("flash") or backend == "eager" else SDPA
 
 
-def row_arguments(implementation: str, backend: str, seq_lens: list[int], device: torch.device) -> dict[str, Any]:
+def row_arguments(
+    implementation: str,
+    open_attend: Callable[[list[int], torch.device], Attend],
+    seq_lens: list[int],
+    device: torch.device,
+) -> dict[str, Any]:
     """Keyword arguments that tell a model's forward about a row of documents of these lengths.
 
     Ours takes an `Attend`, the flash-attention of transformers the bounds of the documents. The others find the
     documents from positions that restart.
     """
     if implementation == DOCUMENTS:
-        return {"attend": open_attention(backend, seq_lens, device)}
+        return {"attend": open_attend(seq_lens, device)}
     if implementation in ("eager", SDPA):
         return {}
     bounds, longest = torch.tensor([0, *seq_lens]).cumsum(0).to(device, torch.int32), max(seq_lens)

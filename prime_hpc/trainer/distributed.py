@@ -98,9 +98,15 @@ def _open_store(role: Role, rank: int, size: int) -> dist.TCPStore:
     if rank > 0:
         host, port = role.rendezvous.wait("trainer-0", "store", timeout_s).rsplit(":", 1)
         return dist.TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store, address = listen(role, timeout_s, size)
+    role.rendezvous.publish("starting", store=address)
+    return store
+
+
+def listen(role: Role, timeout_s: float, size: int | None = None) -> tuple[dist.TCPStore, str]:
+    """A store of this process on a free port, and its address."""
     listener = socket.create_server((role.bind_host, 0))
     host, port = role.advertised_host, listener.getsockname()[1]
     store = dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False,
                           timeout=timedelta(seconds=timeout_s), master_listen_fd=listener.detach())  # fmt: skip
-    role.rendezvous.publish("starting", store=f"{host}:{port}")
-    return store
+    return store, f"{host}:{port}"

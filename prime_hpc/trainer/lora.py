@@ -43,14 +43,14 @@ def merge(lora: LoRA, name: str, weight: Tensor, adapter: str) -> Tensor:
     """`weight`, the whole values of the parameter `name`, with the update of an adapter. All ranks must ask."""
     if name not in lora.updates:
         return weight
-    update = lora.updates[name][adapter]
+    update = lora.updates[name].of(adapter)
     return weight.float() + lora.scale * (whole(update.b).float() @ whole(update.a).float())
 
 
 def peft_tensors(lora: LoRA, conversion: Conversion, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """An adapter's whole tensors by the names that PEFT gives them. All ranks must ask."""
     for name, updates in lora.updates.items():
-        for side, parameter in (("lora_A", updates[adapter].a), ("lora_B", updates[adapter].b)):
+        for side, parameter in (("lora_A", updates.of(adapter).a), ("lora_B", updates.of(adapter).b)):
             tensor = whole(parameter)
             for piece in conversion.pieces(name, tensor.shape):
                 yield f"base_model.model.{piece.name.removesuffix('weight')}{side}.weight", piece.of(tensor)

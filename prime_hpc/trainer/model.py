@@ -9,23 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
-from prime_hpc.models import families
-from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend, open_attention
+from prime_hpc.models import families, varlen
+from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.lora import LoRA, attach
 from prime_hpc.trainer import attention
+from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.low_precision import use_fp8
+from prime_hpc.trainer.memory.checkpointing import checkpoint_block
+from prime_hpc.trainer.memory.offload import ActivationOffload
 from prime_hpc.trainer.optim import WHOLE
-from prime_hpc.trainer.parallel.shard import shard
+from prime_hpc.trainer.parallel.context import ContextParallel, Part
+from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.parallel.shard import divide_blocks, shard
 from prime_hpc.transport.messages import MicroBatch
 
 
@@ -77,6 +84,7 @@ class PolicyModel(nn.Module):
         self.model = decoder
         self.lm_head = head
         self.backend = backend
+        self.context = ContextParallel()
         self._chunk = chunk
 
     @property
@@ -92,16 +100,17 @@ class PolicyModel(nn.Module):
         """Log-probability of every scored token given its document so far, and entropy of what it was drawn from.
 
         Returns:
-            Two float32[n] in nats; log(1/V) and log(V) where a token is not scored. Only the first has a gradient.
+            Two float32[n] in nats; log(1/V) and log(V), without gradient, where a token is not scored.
         """
+        part = self.context.divide(row)
         if self.lora:
-            self.lora.select(row.adapters)
-        hidden = self.hidden_states(row)
-        weight, scored = self.head_weight, row.scored
-        logprobs, entropy = score_tokens(hidden[scored - 1], weight, row.token_ids[scored], row.temperatures[scored],
-                                         self._chunk)  # fmt: skip
+            self.lora.select(part.row.adapters)
+        hidden = self.hidden_states(part)
+        weight, scored = self.head_weight, part.scored
+        states = hidden.index_select(0, part.before)
+        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored], row.temperatures[scored], self._chunk)
         uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
-        return (-uniform).index_copy(0, scored, logprobs), uniform.index_copy(0, scored, entropy)
+        return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
 
     def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """One step of sampling.
@@ -128,8 +137,8 @@ class PolicyModel(nn.Module):
         """The tenant that trains on samples of `adapter`, which are the first's where they name none."""
         return WHOLE if self.lora is None else adapter or self.lora.adapters[0]
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        """[n, h] of the last layer, normed."""
+    def hidden_states(self, part: Part) -> Tensor:
+        """[n, h] of the last layer, normed, of this rank's tokens."""
         raise NotImplementedError
 
     def extend(self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -151,8 +160,9 @@ class HFPolicy(PolicyModel):
         super().__init__(hf.base_model, head, hf.config, backend, chunk)
         self._implementation = hf.config._attn_implementation
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        documents = attention.row_arguments(self._implementation, self.backend, row.seq_lens, row.token_ids.device)
+    def hidden_states(self, part: Part) -> Tensor:
+        row, open_attend = part.row, partial(self.context.open_attention, self.backend)
+        documents = attention.row_arguments(self._implementation, open_attend, row.seq_lens, row.token_ids.device)
         return self.model(input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False,
                           **documents).last_hidden_state[0]  # fmt: skip
 
@@ -179,10 +189,13 @@ class NativePolicy(PolicyModel):
         self.conversion = lm.conversion
         self._load = ExpertLoad(lm)
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        attend = open_attention(self.backend, row.seq_lens, row.token_ids.device)
+    def hidden_states(self, part: Part) -> Tensor:
+        """Neither padding nor rows that train nothing count as load of the experts."""
+        row = part.row
+        attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device)
         hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
-        self._load.add(chosen)
+        counted = part.real if len(row.scored) else 0
+        self._load.add([layer[:counted] for layer in chosen])
         return hidden
 
     def extend(
@@ -194,7 +207,8 @@ class NativePolicy(PolicyModel):
         return hidden.unflatten(0, token_ids.shape)[:, -1], cache
 
     def balance_experts(self, rate: float) -> dict[str, float]:
-        """Sums the load over all ranks, so that the biases stay alike on them."""
+        """Sums the load over all ranks, so that the biases stay alike on them. That ranks which see the same tokens all
+        count them changes neither a comparison with the mean nor a ratio to it."""
         load = self._load.take()
         if load is None:
             return {}
@@ -213,16 +227,41 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     """
     trainer = config.trainer
     policy = build_on_meta(config, world.device).eval()
-    for block in policy.blocks:
-        if trainer.compile:
-            block.forward = torch.compile(block.forward)
-        if trainer.activation_checkpointing:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    shard(policy, policy.blocks, world.mesh, getattr(torch, trainer.dtype))
+    if trainer.fp8:
+        use_fp8(policy.blocks, world.device)
+    policy.context = ContextParallel(world.mesh.cp, trainer.parallel.cp_style)
+    divide_blocks(policy.blocks, world.mesh)
+    _prepare_blocks(policy, trainer, world)
+    reshard, dtype = _reshards(trainer, world.size), getattr(torch, trainer.dtype)
+    shard(policy, policy.blocks, world.mesh, dtype, reshard_after_forward=reshard)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
     return policy
+
+
+def _prepare_blocks(policy: PolicyModel, trainer: TrainerConfig, world: World) -> None:
+    """Recomputation goes inside of the compiled graph, copies to the host around it."""
+    offload = ActivationOffload(world.device, trainer.activation_offload) if trainer.activation_offload else None
+    for block in policy.blocks:
+        checkpoint_block(block, trainer.activation_checkpointing)
+        if trainer.compile:
+            compile_block(block, fullgraph=_is_one_graph(policy, world.mesh))
+        if offload:
+            offload.wrap(block)
+
+
+def _is_one_graph(policy: PolicyModel, mesh: Mesh) -> bool:
+    """Whether nothing in a block is beyond the compiler: a block of our own, whole on every rank, and its attention."""
+    whole = policy.lora is None and mesh.cp is None and mesh.tp is None and mesh.ep is None
+    return policy.impl == "native" and whole and policy.backend in varlen.KERNELS
+
+
+def _reshards(trainer: TrainerConfig, ranks: int) -> bool:
+    """Whether a block's gathered weights are freed after its forward pass: not where nothing is saved by it."""
+    if trainer.reshard_after_forward is not None:
+        return trainer.reshard_after_forward
+    return ranks > 1 and not trainer.gather_once
 
 
 def build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
@@ -233,6 +272,9 @@ def build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.trainer.dtype))
         policy.lora = attach(policy, sorted(lora.adapters), lora.rank, lora.alpha, lora.targets)
+        if not policy.lora.updates:
+            expected = f"a matrix that {config.model.path} has"
+            raise ConfigurationError([ConfigProblem("lora.targets", lora.targets, expected)])
     return policy
 
 
@@ -240,7 +282,7 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     problems = families.find_model_problems(config)
     if problems:
         raise ConfigurationError(problems)
-    trainer, hf_config = config.trainer, AutoConfig.from_pretrained(config.model.path)
+    trainer, hf_config = config.trainer, _load_config(config.model)
     dtype = getattr(torch, trainer.dtype)
     backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
     if families.choose_implementation(config, hf_config.to_dict()) == "native":
@@ -254,6 +296,12 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
         found = f"{config.model.path} ({hf_config.model_type})"
         raise ConfigurationError([ConfigProblem("model.path", found, expected)])
     return HFPolicy(hf, backend, trainer.head_chunk_tokens)
+
+
+def _load_config(model: ModelConfig) -> PreTrainedConfig:
+    if model.shape:
+        return AutoConfig.for_model(**model.shape)
+    return AutoConfig.from_pretrained(model.path)
 
 
 def _restore_buffers(policy: PolicyModel, device: torch.device) -> None:

@@ -3,12 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from prime_hpc.config.optimizer import OptimizerConfig
 from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.trainer.parallel.clip import clip_gradients
 
 WHOLE = ""
 """The tenant of a run that trains all weights rather than adapters."""
@@ -42,6 +41,8 @@ class GuardedOptimizer:
     config: OptimizerConfig
     max_steps: int
     max_skipped: int
+    scale: float = 1.0
+    """Factor on every peak learning rate, where it was changed while the run worked."""
     skipped: int = 0
     """Steps since the start of the process in which a tenant was skipped."""
     skipped_in_a_row: int = 0
@@ -66,21 +67,26 @@ class GuardedOptimizer:
             optimizer.zero_grad()
         self._count(step, losses, norms)
         adapters = {f"adapter/{tenant}/grad_norm": norm for tenant, norm in norms.items() if tenant != WHOLE}
-        lr = learning_rate(self.config, step, self.max_steps)
+        lr = self._rate(step, self.config.lr)
         return {"optim/grad_norm": math.hypot(*norms.values()), "optim/lr": lr, "optim/skipped": float(self.skipped),
                 **adapters}  # fmt: skip
+
+    def retune(self, lr: float) -> None:
+        """Make `lr` the peak learning rate; groups with a peak of their own keep their proportion to it."""
+        self.scale = lr / self.config.lr
+
+    def _rate(self, step: int, peak: float) -> float:
+        return learning_rate(self.config, step, self.max_steps, peak * self.scale)
 
     def _advance(self, optimizers: list[Optimizer], step: int) -> None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.config, step, self.max_steps, group["peak_lr"])
+                group["lr"] = self._rate(step, group["peak_lr"])
             optimizer.step()
 
     def _clip(self, optimizers: list[Optimizer]) -> float:
         parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(parameters, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return clip_gradients(parameters, self.config.max_grad_norm)
 
     def _count(self, step: int, losses: dict[str, float], norms: dict[str, float]) -> None:
         finite = all(math.isfinite(value) for value in (*losses.values(), *norms.values()))

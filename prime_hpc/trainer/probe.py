@@ -11,13 +11,15 @@ from prime_hpc.trainer.sft_data import Row
 
 
 class Probe:
-    """Held-out rows, divided among the ranks; the last reply of each is the reference."""
+    """Held-out rows, divided among the ranks; those of tensor parallelism share theirs. The last reply of each row is
+    the reference."""
 
     def __init__(self, rows: list[Row], config: SFTProbe, world: World, end_token: int, seed: int):
         pairs = [split_last_reply(row) for row in rows]
         # every rank samples as many rows, since ranks meet in every forward; repeated rows are not counted
-        share = -(-len(pairs) // world.size)
-        mine = range(world.rank * share, (world.rank + 1) * share)
+        self._part, parts = world.rank // world.mesh.degrees.tp, world.size // world.mesh.degrees.tp
+        share = -(-len(pairs) // parts)
+        mine = range(self._part * share, (self._part + 1) * share)
         self._pairs = [pairs[min(i, len(pairs) - 1)] for i in mine]
         self._counted = [i < len(pairs) for i in mine]
         self._config, self._world, self._end, self._seed = config, world, end_token, seed
@@ -27,7 +29,7 @@ class Probe:
     def exact_match(self, policy: PolicyModel, step: int) -> float:
         """Share of replies sampled at `step` that equal the reference, over all ranks."""
         config, prompts = self._config, [prompt for prompt, _ in self._pairs]
-        generator = torch.Generator(self._world.device).manual_seed(hash((self._seed, step, self._world.rank)))
+        generator = torch.Generator(self._world.device).manual_seed(hash((self._seed, step, self._part)))
         replies = sample_replies(policy, prompts, config.max_tokens, config.temperature, self._end, generator)
         self.example = replies[0], self._pairs[0][1]
         hits = [reply == list(reference) and counted for reply, (_, reference), counted

@@ -1,31 +1,30 @@
-"""Policy versions for the engines, and the final model: whole tensors in Hugging Face names, written by all ranks."""
+"""Policy versions for the engines, and the final model: announced in files, sent as `update.transport` says."""
 
 import json
-import math
-import re
 import shutil
+import time
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.models.conversion import Conversion
-from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.hf_weights import INDEX, SINGLE, named_weights
-from prime_hpc.trainer.lora import make_peft_folder, merge, peft_tensors, whole
+from prime_hpc.trainer.canary import CanaryScorer
+from prime_hpc.trainer.distributed import World, gather
+from prime_hpc.trainer.hf_weights import INDEX
+from prime_hpc.trainer.lora import make_peft_folder, peft_tensors
 from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.weights_files import FileWriter, Written, make_directory, save_tensors
+from prime_hpc.trainer.weights_sender import StreamSender
 from prime_hpc.transport import weights
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.weights import RECEIVERS, Delta, Receiver, WeightsManifest
 
-FILE_BYTES = 2 * 2**30
-"""Size of one safetensors file, about: what a rank holds at once while it writes."""
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+POLL_S = 0.01
 
 
 class WeightsWriter:
@@ -34,25 +33,35 @@ class WeightsWriter:
     def __init__(self, role: Role, world: World, policy: PolicyModel):
         self._role, self._world, self._policy = role, world, policy
         config = role.config
+        self._update = config.update
         wanted = config.trainer.publish_dtype
         self._dtype = config.trainer.dtype if wanted == "auto" else wanted
-        self._keep = config.update.keep_versions
+        self._files = FileWriter(policy, world, self._dtype, self._write, remember=self._update.chosen == "delta")
         self._adapters_only = bool(config.lora.served)
+        streams = self._update.streams and not self._adapters_only
+        self._sender = StreamSender(role, world, policy, self._files) if streams else None
+        every = 0 if policy.lora else self._update.canary_every
+        self._canary = CanaryScorer(policy, world, config.seq_len, every)
+        self._published = 0
+        self._base: str | None = None
 
     def publish(self, version: PolicyVersion) -> None:
-        """Write, seal and announce `weights/vL.S`, then remove versions that nobody needs any more."""
-        final = self._role.paths.weights_version(str(version))
-        partial = final.with_name(f".{final.name}.partial")
+        """Announce `weights/vL.S` and see to it that engines can have it; then remove versions that nobody needs.
+
+        The first version is always whole; weights are streamed from the second on. Adapters travel whole, in files.
+        """
         self._role.reach("update.before")
+        final = self._role.paths.weights_version(str(version))
+        manifest = WeightsManifest(version=str(version), dtype=self._dtype, canary=self._canary.score())
+        whole = self._update.chosen == "filesystem" or self._published % self._update.full_every == 0
         if self._adapters_only:
-            self._write_adapters(partial)
+            self._publish_adapters(final, version)
+        elif self._sender and self._published:
+            self._stream(self._sender, final, manifest, whole=whole)
         else:
-            self._write(partial)
-        self._role.reach("update.during")
+            self._publish_files(final, manifest, whole=whole)
+        self._published += 1
         if self._world.first:
-            self._role.lease.check()
-            self._role.patience.write(final.name, lambda: weights.seal(partial, version, self._dtype))
-            weights.publish(partial, final)
             self._clean_up()
 
     def export(self) -> None:
@@ -61,14 +70,17 @@ class WeightsWriter:
         Of adapters write `adapters/`, and `model/` only with a single one, which is merged.
         """
         root, lora = self._role.paths.root, self._policy.lora
+        self._files.forget()
         if lora is None or len(lora.adapters) == 1:
-            self._write(root / ".model.partial")
+            partial = self._begin(root / "model")
+            self._files.write(partial, whole=True)
             if self._world.first:
-                describe_model(root / ".model.partial", self._role.config.model, self._dtype)
-            self._put(root / ".model.partial", root / "model")
+                describe_model(partial, self._role.config.model, self._dtype)
+            self._put(partial, root / "model")
         if lora:
-            self._write_adapters(root / ".adapters.partial")
-            self._put(root / ".adapters.partial", root / "adapters")
+            partial = self._begin(root / "adapters")
+            self._write_adapters(partial)
+            self._put(partial, root / "adapters")
 
     def _put(self, partial: Path, final: Path) -> None:
         if self._world.first:
@@ -76,10 +88,17 @@ class WeightsWriter:
             weights.publish(partial, final)
         dist.barrier()
 
-    def _write_adapters(self, directory: Path) -> None:
-        """Fill a new `directory` with a folder for each adapter. They are small, so that rank 0 writes them."""
+    def _publish_adapters(self, final: Path, version: PolicyVersion) -> None:
+        partial = self._begin(final)
+        self._write_adapters(partial)
+        self._role.reach("update.during")
         if self._world.first:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._role.lease.check()
+            self._role.patience.write(final.name, lambda: weights.seal(partial, version, self._dtype))
+            weights.publish(partial, final)
+
+    def _write_adapters(self, directory: Path) -> None:
+        """Fill `directory` with a folder for each adapter. They are small, so that rank 0 writes them."""
         config, policy, dtype = self._role.config, self._policy, getattr(torch, self._dtype)
         for adapter in policy.lora.adapters:
             tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous()
@@ -88,41 +107,62 @@ class WeightsWriter:
                 path = make_peft_folder(directory / adapter, config.lora, config.model.path)
                 self._role.patience.write(path.name, lambda path=path, tensors=tensors: save_tensors(tensors, path))
 
-    def _write(self, directory: Path) -> None:
-        """Fill a new `directory`; returns on every rank once all files are there."""
+    def _publish_files(self, final: Path, manifest: WeightsManifest, *, whole: bool) -> None:
+        partial = self._begin(final)
+        written = self._files.write(partial, whole=whole)
+        self._role.reach("update.during")
         if self._world.first:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True)
-        dist.barrier()
-        tensors = dict(named_weights(self._policy))
-        files = divide({name: t.numel() * self._published(t).itemsize for name, t in tensors.items()})
-        for i, (file, names) in enumerate(files.items()):
-            self._write_file(directory / file, {name: tensors[name] for name in names},
-                             mine=i % self._world.size == self._world.rank)  # fmt: skip
-        if self._world.first and len(files) > 1:
-            write_index(directory, files, tensors, self._policy.conversion)
-        dist.barrier()
+            self._seal(partial, manifest, written, whole=whole)
+            weights.publish(partial, final)
+        self._base = manifest.version
 
-    def _write_file(self, path: Path, tensors: dict[str, Tensor], *, mine: bool) -> None:
-        """Gather the tensors one by one; the rank whose file it is keeps them and writes it."""
-        kept = {}
-        for name, tensor in tensors.items():
-            values = whole(tensor)
-            if self._policy.lora:
-                values = merge(self._policy.lora, name, values, self._policy.lora.adapters[0])
-            for hf_name, part in self._policy.conversion.to_hf(name, values).items() if mine else ():
-                # a copy, as the file format refuses tensors that share memory
-                kept[hf_name] = part.to("cpu", self._published(tensor), copy=True).contiguous()
-        if mine:
-            self._role.patience.write(path.name, lambda: save_tensors(kept, path))
-            path.chmod(0o644)
+    def _stream(self, sender: StreamSender, final: Path, manifest: WeightsManifest, *, whole: bool) -> None:
+        """Offer the version, send it to whoever is asked for, and write it whole if it is due or an engine lacks it."""
+        partial = self._begin(final)
+        manifest.stream = sender.offer()
+        if self._world.first:
+            self._seal(partial, manifest, Written({}, {}), whole=False)
+            weights.publish(partial, final)
+        receivers = self._await_receivers(final)
+        sent = sender.send(manifest.version, receivers) if receivers else None
+        manifest.stream, manifest.streamed = None, sent.digest if sent else ""
+        whole = whole or sent is None or bool(sent.lost)
+        written = self._files.write(final, whole=True) if whole else Written({}, {})
+        if self._world.first:
+            self._seal(final, manifest, written, whole=whole)
 
-    def _published(self, tensor: Tensor) -> torch.dtype:
-        """Buffers keep their precision: a rounded score correction would route tokens otherwise than in training."""
-        return getattr(torch, self._dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+    def _await_receivers(self, final: Path) -> dict[str, Receiver]:
+        """The engines that the orchestrator has named, alike on all ranks; none where it does not name them in time."""
+        asked: dict[str, Receiver] = {}
+        if self._world.first:
+            deadline = time.monotonic() + self._update.stall_s
+            with self._role.heart.waiting(f"receivers of {final.name}", "orchestrator-0", self._update.stall_s):
+                while not (given := read_json(final / RECEIVERS)) and time.monotonic() < deadline:
+                    list_fresh(final)
+                    time.sleep(POLL_S)
+            asked = msgspec.convert(given or {}, dict[str, Receiver])
+        return msgspec.convert(gather(msgspec.to_builtins(asked))[0], dict[str, Receiver])
+
+    def _begin(self, final: Path) -> Path:
+        """An empty directory beside `final`."""
+        partial = final.with_name(f".{final.name}.partial")
+        if self._world.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        make_directory(partial, self._world)
+        return partial
+
+    def _seal(self, directory: Path, manifest: WeightsManifest, written: Written, *, whole: bool) -> None:
+        self._role.lease.check()
+        manifest.files, manifest.whole = written.files, whole
+        manifest.delta = Delta(base=self._base, files=written.deltas) if written.deltas and self._base else None
+        self._role.patience.write(directory.name, lambda: weights.write_manifest(directory, manifest))
+
+    def _write(self, path: Path, data: bytes) -> None:
+        self._role.patience.write(path.name, lambda: path.write_bytes(data))
 
     def _clean_up(self) -> None:
-        """Delete old versions, beyond the newest few and before the oldest that an engine still runs, and leftovers."""
+        """Delete leftovers and old versions: those before the newest few, before the oldest that an engine still runs,
+        and before the newest whole one, from which engines start."""
         paths = self._role.paths
         for name in list_fresh(paths.weights):
             if name.startswith(".v"):
@@ -130,9 +170,10 @@ class WeightsWriter:
         versions = weights.published_versions(paths.weights)
         acks = [read_json(paths.acks / name) for name in list_fresh(paths.acks)
                 if name.endswith(".json") and not name.startswith(".")]  # fmt: skip
-        in_use = [PolicyVersion.parse(ack["version"]) for ack in acks if ack]
-        for version in versions[: -self._keep]:
-            if version < min(in_use, default=versions[-1]):
+        needed = [PolicyVersion.parse(ack["version"]) for ack in acks if ack]
+        needed += [v for v in versions if weights.read_manifest(paths.weights_version(str(v))).whole][-1:]
+        for version in versions[: -self._update.keep_versions]:
+            if version < min(needed, default=versions[-1]):
                 path = paths.weights_version(str(version))
                 condemned = path.with_name(f".{path.name}.removed")
                 path.rename(condemned)
@@ -147,36 +188,3 @@ def describe_model(directory: Path, model: ModelConfig, dtype: str) -> None:
                 shutil.copyfile(path, directory / path.name)
     config = json.loads((Path(model.path) / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
-
-
-def write_index(
-    directory: Path, files: dict[str, list[str]], tensors: dict[str, Tensor], conversion: Conversion
-) -> None:
-    """Which of several files holds which tensor of the checkpoint's names."""
-    weight_map = {piece.name: file for file, names in files.items() for name in names
-                  for piece in conversion.pieces(name, tensors[name].shape)}  # fmt: skip
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """`save_file`, whose error hides that of the file system in its text."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]), str(error)) from error if number else error
-
-
-def divide(sizes: dict[str, int]) -> dict[str, list[str]]:
-    """File name -> tensors in order, a new file wherever one would pass `FILE_BYTES`."""
-    groups: list[list[str]] = []
-    free = -math.inf
-    for name, size in sizes.items():
-        if size > free:
-            groups.append([])
-            free = FILE_BYTES
-        groups[-1].append(name)
-        free -= size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}

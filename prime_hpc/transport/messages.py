@@ -148,9 +148,19 @@ class WorkerHello(msgspec.Struct, kw_only=True, tag=True):
     running: list[str] = []
 
 
+class Endpoint(msgspec.Struct, kw_only=True):
+    """A model that answers at `base_url`. `key_variable` names the environment variable with its key where that is not
+    the run's token."""
+
+    base_url: str
+    model: str
+    key_variable: str | None = None
+
+
 class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     """Run task number `task_index` of the worker's source once, against the engine at `base_url`.
 
+    `reference` scores its samples. `teacher` says that a frozen model answers there in the policy's place.
     `adapter` is put into the samples.
     """
 
@@ -162,6 +172,9 @@ class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     sampling: dict[str, float | int | str | None]
     evaluate: bool = False
     time_limit_s: float = 600.0
+    key_variable: str | None = None
+    teacher: bool = False
+    reference: Endpoint | None = None
     adapter: str = ""
 
 
@@ -210,6 +223,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     """Batch `step` as one data-parallel rank sees it. Every rank gets the same number of micro-batches.
 
     `sample_ids` are those of the whole batch, in order; `journal_offset` is where a resume after this step begins.
+    `lr` is the peak learning rate from this step on, where it was changed while the run worked.
     An empty `micro_batches` with `last` tells the trainer to stop.
     """
 
@@ -219,6 +233,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     sample_ids: list[str]
     journal_offset: int
     last: bool = False
+    lr: float | None = None
 
 
 class StepReport(msgspec.Struct, kw_only=True):

@@ -15,6 +15,7 @@ from prime_hpc.cluster.role import Role, main
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.inference import server
 from prime_hpc.inference.routes import answering
+from prime_hpc.inference.served import served
 from tests.fake_engine.engine import FakeEngine, Fault, losing_stamps
 from tests.fake_engine.policy import FakeOptions, Policy
 
@@ -27,7 +28,7 @@ def run(role: Role) -> None:
     Raises:
         ConfigurationError: `inference.engine_args` has an option that the fake engine does not know.
     """
-    given = role.config.inference.engine_args
+    given = served(role).engine_args
     try:
         options = msgspec.convert(given, FakeOptions)
     except msgspec.ValidationError as error:
@@ -39,16 +40,18 @@ def run(role: Role) -> None:
 @asynccontextmanager
 async def start(role: Role, options: FakeOptions) -> AsyncIterator[tuple[FakeEngine, Starlette]]:
     """The engine and the routes that vLLM would bring."""
-    config = role.config
-    policy = Policy(Path(config.model.tokenizer or config.model.path), options)
-    seed = config.seed + role.process.index
-    engine = FakeEngine(policy, options, max_model_len=config.seq_len, seed=seed)
+    if role.config.update.streams:
+        import torch  # noqa: F401  the first stream must not wait for it
+    model = served(role)
+    policy = Policy(Path(model.tokenizer), options)
+    seed = role.config.seed + role.process.index
+    engine = FakeEngine(policy, options, max_model_len=model.max_tokens, seed=seed)
     with losing_stamps(engine.faults):
-        yield engine, application(engine, config.model.served_name)
+        yield engine, application(engine, model.name)
 
 
 def application(engine: FakeEngine, model: str) -> Starlette:
-    """Health, version, metrics, models, and `POST /fake/fault`."""
+    """Health, version, metrics, models, scores of a prompt, and `POST /fake/fault`."""
 
     async def health(request: Request) -> PlainTextResponse:
         return PlainTextResponse("")
@@ -60,6 +63,14 @@ def application(engine: FakeEngine, model: str) -> Starlette:
         card = {"id": model, "object": "model", "max_model_len": engine.max_model_len}
         return JSONResponse({"object": "list", "data": [card]})
 
+    async def score(request: Request) -> bytes:
+        """A prompt's log-probabilities as vLLM gives them."""
+        prompt = msgspec.json.decode(await request.body())["prompt"]
+        if len(prompt) >= engine.max_model_len:
+            raise ValueError(f"{len(prompt)} tokens leave no room for one more")
+        entries = [None, *({str(token): {"logprob": logprob}} for token, logprob in engine.score_prompt(prompt)[1:])]
+        return msgspec.json.encode({"choices": [{"prompt_logprobs": entries}]})
+
     async def fault(request: Request) -> Fault:
         asked = msgspec.json.decode(await request.body(), type=Fault)
         engine.faults.arm(asked)
@@ -67,6 +78,7 @@ def application(engine: FakeEngine, model: str) -> Starlette:
 
     plain = {"/health": health, "/metrics": health, "/version": version, "/v1/models": models}
     return Starlette(routes=[*(Route(path, handler) for path, handler in plain.items()),
+                             Route("/v1/completions", answering(score), methods=["POST"]),
                              Route("/fake/fault", answering(fault), methods=["POST"])])  # fmt: skip
 
 

@@ -3,11 +3,9 @@
 import asyncio
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -17,20 +15,21 @@ import numpy as np
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import ROUTED_FROM, Piece
 from prime_hpc.inference.protocol import GenerateRequest
-from prime_hpc.inference.receive import Answer, acknowledge, answers_errors, check, read_shapes
+from prime_hpc.inference.receive import answers_errors
 from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import Stamp
 from tests.fake_engine.policy import FakeOptions, Policy
+from tests.fake_engine.weights import FakeWeights
 
-FaultKind = Literal["error", "hang", "slow", "exit", "drop_stamps"]
+FaultKind = Literal["error", "hang", "slow", "exit", "drop_stamps", "wrong_tensor", "hang_load", "out_of_memory"]
 SLOW_S = 0.2
 """Extra seconds of every token of a slow request."""
 EXIT_CODE = 9
 
 
 class Fault(msgspec.Struct, kw_only=True):
-    """The next `count` requests meet this fault."""
+    """The next `count` requests, or loads of weights, meet this fault."""
 
     kind: FaultKind
     count: int = 1
@@ -63,6 +62,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.faults = Faults(options.faults)
         self._policy = policy
+        self._weights = FakeWeights(policy.model)
         self._token_s = options.token_s
         self._routing = options.routing
         self._seed = seed
@@ -84,27 +84,34 @@ class FakeEngine:
             experts = self._route(request, i, rng) if last and self._routing else None
             yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts)
 
+    def score_prompt(self, prompt: list[int]) -> list[tuple[int, float]]:
+        """Every token with a log-probability that depends on it and its place alone."""
+        if self.faults.strikes("error"):
+            raise InferenceFailure("a fault that was asked for")
+        return [(token, -(1 + (token + place) % 8) / 8) for place, token in enumerate(prompt)]
+
     async def pause(self, *, recompute: bool) -> None:
         self._running.clear()
 
     async def resume(self) -> None:
         self._running.set()
 
+    async def score(self, token_ids: list[int], salt: str) -> list[float]:
+        return await asyncio.to_thread(self._weights.score, token_ids)
+
     async def call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
-        worker = {"prime_hpc_verify": self._verify, "prime_hpc_load": self._load}[method]
-        return [await asyncio.to_thread(answers_errors(worker), *args)]
+        if method in ("prime_hpc_load", "prime_hpc_receive"):
+            if self.faults.strikes("hang_load"):
+                await asyncio.Event().wait()
+            if self.faults.strikes("out_of_memory"):
+                return [{"error": "out of memory", "type": "OutOfMemoryError"}]
+        answer = await asyncio.to_thread(answers_errors(getattr(self._weights, method)), *args)
+        if method in ("prime_hpc_load", "prime_hpc_receive") and self.faults.strikes("wrong_tensor"):
+            self._weights.spoil()
+        return [answer]
 
     async def tell_version(self, version: str) -> None:
         self._step = PolicyVersion.parse(version).step
-
-    def _verify(self, directory: str, version: str) -> Answer:
-        self._manifest = check(Path(directory), version)
-        return {"digest": self._manifest.digest}
-
-    def _load(self, directory: str, acks: str, process: str) -> Answer:
-        begin = time.monotonic()
-        n_tensors = sum(len(read_shapes(Path(directory) / name)) for name in self._manifest.files)
-        return acknowledge(Path(acks), process, 0, self._manifest, begin=begin, n_tensors=n_tensors)
 
     def _route(self, request: GenerateRequest, sampled: int, rng: random.Random) -> np.ndarray:
         """Experts of every token that was computed, which the last one never is."""

@@ -31,6 +31,7 @@ class Policy:
 
     def __init__(self, model: Path, options: FakeOptions):
         self._options = options
+        self.model = model
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1

@@ -91,7 +91,7 @@ def test_every_span_has_the_logprobs_of_its_version(server: EngineProcess, polic
             update(server, root, version)
         choices = [future.result() for future in futures]
     for i, choice in enumerate(choices):
-        stamp, = server.stamps(f"r{i}")
+        (stamp,) = server.stamps(f"r{i}")
         assert (stamp["tokens"], stamp["crc"]) == (TOKENS, checksum(choice["token_ids"]))
         assert [version for version, _, _ in stamp["spans"]] == ["0.0", "0.1", "0.2"]
         errors = {version: error_by_token(model, choice) for version, model in models.items()}

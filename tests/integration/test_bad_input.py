@@ -69,8 +69,8 @@ CASES = {
             "'default'?",
             "optimizer.lr = -1: expected at least 0.0",
             "orchestrator.batch_sise = 3: expected no such key; known here: batch_size, group_size, max_staleness, "
-            "max_lead, max_inflight, drop_zero_advantage, max_empty_batches, transport, progress_every_s; "
-            "did you mean 'batch_size'?",
+            "on_stale, age_discount, partial_groups, max_lead, max_inflight, drop_zero_advantage, max_empty_batches, "
+            "transport, progress_every_s; did you mean 'batch_size'?",
         ],
     ),
     "conflicts": (
@@ -83,7 +83,9 @@ CASES = {
             "port",
             "inference.vllm.port = 8000: expected to be left out: an engine listens where the system has a free port",
             "env.train.0.id = 'prime_hpc.envs.revers_text': expected an installed module of a verifiers taskset; "
-            "bundled are prime_hpc.envs.reverse_text, harbor, nemo_gym, openenv, textarena; "
+            "bundled are prime_hpc.envs.alphabet_sort, prime_hpc.envs.kuhn_poker, prime_hpc.envs.math, "
+            "prime_hpc.envs.proposer_solver, prime_hpc.envs.reverse_text, prime_hpc.envs.wiki_search, "
+            "prime_hpc.envs.wordle, harbor, nemo_gym, openenv, textarena; "
             "did you mean 'prime_hpc.envs.reverse_text'?",
         ],
     ),

@@ -48,6 +48,7 @@ def raw_config(model: Path) -> dict:
         "model": {"path": str(model)},
         "env": {
             "rollouts_per_worker": 8,
+            "scoring_timeout_s": 3,
             "train": [
                 {"id": "prime_hpc.envs.reverse_text", "args": {"num_tasks": 32, "seed": 5, "alphabet": "abcd"}},
                 {"id": "tests.integration.zoo"},
@@ -234,6 +235,7 @@ def test_tokens_without_a_stamp_have_no_version(orchestrator: Orchestrator, engi
         ("nan", "environment", "InvalidReward", "nan"),
         ("fail", "inference", "ProviderError", "the engine has a bug"),
         ("hang", "environment", "Timeout", "not over after 2 s"),
+        ("stuck", "environment", "ScoringTimeout", "scoring"),
     ],
 )
 def test_failures_are_typed(
@@ -243,6 +245,15 @@ def test_failures_are_typed(
     assert (rollout.failure.kind, rollout.failure.type) == (kind, error)
     assert message in rollout.failure.message
     assert rollout.reward is None and rollout.samples == []
+
+
+def test_an_episode_without_end_is_scored_where_the_context_is_full(
+    orchestrator: Orchestrator, engine: script.ScriptedEngine
+) -> None:
+    rollout = run_zoo(orchestrator, engine, "flood").rollout
+    assert rollout.failure is None and rollout.truncated
+    assert rollout.reward == rollout.num_turns > 1
+    assert all(len(sample.token_ids) <= 48 for sample in rollout.samples)
 
 
 def test_cancelled_rollout_is_answered_as_cancelled(orchestrator: Orchestrator, engine: script.ScriptedEngine) -> None:

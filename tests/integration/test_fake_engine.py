@@ -90,7 +90,7 @@ def test_a_skilled_policy_reverses_and_is_stamped(engine: Maker) -> None:
     assert choice["finish_reason"] == "stop"
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in choice["token_ids"]]
     assert all(entry["logprob"] < 0 for entry in choice["logprobs"]["content"])
-    stamp, = process.stamps("one")
+    (stamp,) = process.stamps("one")
     assert (stamp["tokens"], stamp["spans"], stamp["crc"]) == (5, [["0.0", 0, 5]], checksum(choice["token_ids"]))
     assert process.stamps("two") == []
 

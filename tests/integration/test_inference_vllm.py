@@ -149,7 +149,7 @@ def test_new_weights_serve(restored: EngineProcess, models: tuple[Path, Models])
     n_tensors = len(policies["0.1"].state_dict())
     for version in ("0.2", "0.1", "0.2"):
         reply = load(restored, root, version).json()
-        ack, = reply["workers"]
+        (ack,) = reply["workers"]
         assert (ack["version"], ack["digest"], ack["n_tensors"]) == (version, reply["digest"], n_tensors)
         choice = restored.generate(PROMPT, temperature=0.0, ignore_eos=True, max_tokens=16)
         assert choice["token_ids"] == wanted[version]
@@ -159,7 +159,7 @@ def test_new_weights_serve(restored: EngineProcess, models: tuple[Path, Models])
 def test_stamps_equal_the_engines_own(restored: EngineProcess, models: tuple[Path, Models]) -> None:
     choices = update_in_flight(restored, models[0], ["0.2", "0.1"], "recompute", 12, "stamp")
     for i, choice in enumerate(choices):
-        stamp, = restored.stamps(f"stamp{i}")
+        (stamp,) = restored.stamps(f"stamp{i}")
         assert (stamp["tokens"], stamp["crc"]) == (200, checksum(choice["token_ids"]))
         assert stamp["spans"] == choice["weight_versions"]
         assert [version for version, _, _ in stamp["spans"]] == ["0.1", "0.2", "0.1"]
@@ -167,7 +167,7 @@ def test_stamps_equal_the_engines_own(restored: EngineProcess, models: tuple[Pat
 
 def test_recompute_makes_every_span_exact(restored: EngineProcess, models: tuple[Path, Models]) -> None:
     root, policies = models
-    choice, = update_in_flight(restored, root, ["0.2"], "recompute", 1, "exact")
+    (choice,) = update_in_flight(restored, root, ["0.2"], "recompute", 1, "exact")
     spans = restored.stamps("exact0")[0]["spans"]
     assert [version for version, _, _ in spans] == ["0.1", "0.2"]
     for version, begin, end in spans:
@@ -177,7 +177,7 @@ def test_recompute_makes_every_span_exact(restored: EngineProcess, models: tuple
 
 def test_keep_goes_on_with_the_old_cache(restored: EngineProcess, models: tuple[Path, Models]) -> None:
     root, policies = models
-    choice, = update_in_flight(restored, root, ["0.2"], "keep", 1, "keep")
+    (choice,) = update_in_flight(restored, root, ["0.2"], "keep", 1, "keep")
     (_, _, cut), (version, _, end) = restored.stamps("keep0")[0]["spans"]
     assert (version, end) == ("0.2", 200)
     error = (sampled_logprobs(choice) - logprobs_of(policies["0.2"], choice))[cut:].abs().max()
@@ -283,7 +283,7 @@ def test_renderers_client_understands_the_answers(restored: EngineProcess, model
                 extra_headers={"X-Session-ID": "renderers"})  # fmt: skip
 
     answer = asyncio.run(ask())
-    stamp, = restored.stamps("renderers")
+    (stamp,) = restored.stamps("renderers")
     assert answer["prompt_ids"] == [1, 4, 5, 6, 2]
     assert (stamp["request_id"], stamp["tokens"]) == (answer["request_id"], len(answer["completion_logprobs"]))
     assert stamp["crc"] == checksum(answer["completion_ids"])

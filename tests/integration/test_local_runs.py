@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.observe.records import read_records, record_path
+from prime_hpc.observe.records import read_batch, read_records, record_path
 from prime_hpc.orchestrator.journal import BatchCut, read
 from prime_hpc.transport.checkpoints import complete_steps
 from prime_hpc.transport.messages import PolicyVersion
@@ -107,6 +107,16 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     assert cut == list(range(1, saved[-1] + 9)), "no batch is cut twice, none is missing"
     newest = published_versions(run.root / "weights")[-1]
     assert newest == PolicyVersion(1, saved[-1] + 8), "versions past the checkpoint were abandoned: a new lineage"
+
+
+def test_sampling_alone_records_batches_that_another_run_may_train(tmp_path: Path, tiny_model: Path) -> None:
+    run = LocalRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", SKILL)
+    code, text = run.wait()
+    assert code == 0, text
+    assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
+    manifest, samples = read_batch(run.root / "rollouts", 12)
+    assert manifest.step == 12 and samples, "the base model is not too old for step 12"
+    assert not list((run.root / "logs" / "attempt_1").glob("trainer*"))
 
 
 def test_the_process_that_failed_first_is_named_and_the_rest_is_stopped(tmp_path: Path, tiny_model: Path) -> None:

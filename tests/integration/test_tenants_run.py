@@ -13,12 +13,13 @@ SOURCES = ("env.train=[{id: prime_hpc.envs.reverse_text, name: short, adapter: a
 
 
 def test_adapters_and_recorded_experts_reach_the_trainer(tmp_path: Path) -> None:
+    """One group at a time, so that neither source is ahead of the other."""
     save_model("glm4_moe", tmp_path / "model")
     make_char_tokenizer(tmp_path / "model")
     engine = "inference.engine_args={skill0: 0.5, skill_per_version: 0, routing: [3, 8, 3]}"
     lora = ("lora.rank=2", "lora.adapters=[a,b]", "optimizer.lr=1e-3", "update.keep_versions=9")
     run = LocalRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, *lora,
-                   "trainer.router_replay=true")  # fmt: skip
+                   "trainer.router_replay=true", "orchestrator.max_inflight=4")  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
     steps = [row for row in run.metrics if "loss" in row]

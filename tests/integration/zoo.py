@@ -10,7 +10,7 @@ from prime_hpc.envs.chat import ChatHarness
 
 __all__ = ["ZooEnv", "ZooHarness", "ZooTaskset"]
 
-MODES = ("turns", "raise", "nan", "hang", "block", "fail", "unstamped")
+MODES = ("turns", "raise", "nan", "hang", "block", "fail", "unstamped", "stuck", "flood")
 
 
 class ZooData(vf.TaskData):
@@ -30,6 +30,8 @@ class ZooTask(vf.Task[ZooData, vf.State]):
 
     @vf.reward
     async def outcome(self, task: ZooData, trace: vf.Trace) -> float:
+        if task.mode == "stuck":
+            await asyncio.Event().wait()
         if task.mode == "raise":
             raise RuntimeError("the grader has a bug")
         return float("nan") if task.mode == "nan" else float(trace.num_turns)
@@ -55,3 +57,5 @@ class ZooEnv(vf.Env[ZooEnvConfig]):
             await talk.turn()
             for text in ("again", "more") if task.data.mode == "turns" else ():
                 await talk.turn(text)
+            while task.data.mode == "flood" and not (await talk.turn("more")).terminated:
+                pass

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.algorithms.staleness import Lineages
-from prime_hpc.config.algorithm import GRPO, RAE, DifficultyFilter, Filters
+from prime_hpc.config.algorithm import GRPO, OPD, RAE, DifficultyFilter, Distillation, Filters
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
@@ -181,3 +181,54 @@ def test_a_sample_with_an_incomplete_stamp_does_not_train_at_all() -> None:
     batch = make([made])
     assert [s.sample_id for s in batch.samples] == ["a-1/0"]
     assert batch.dropped == {"unstamped": 2}
+
+
+def scored(made: Group, ref_logprobs: list[float]) -> Group:
+    for done in made.done:
+        done.rollout.samples[0].ref_logprobs = Array.of(ref_logprobs, "f4")
+    return made
+
+
+def test_teachers_take_the_place_of_advantages() -> None:
+    made = [scored(group("a", [1.0, 1.0], source="on"), [0, -1, -2, -3]), group("b", [1.0, 1.0], source="hard")]
+    sources = [SourceConfig(id="on", algorithm=OPD(teacher="t")),
+               SourceConfig(id="hard", algorithm=Distillation(teacher="t"))]  # fmt: skip
+    for done in made[1].done:
+        done.rollout.samples[0].source = "hard"
+        done.rollout.samples[0].versions = Array.of([-1, -1, -1, -1], "i8")
+    batch = make(made, step=50, max_staleness=60, sources=sources)
+    on, hard = batch.samples[0], batch.samples[2]
+    assert (on.ref_kl_weights.numpy().tolist(), on.rl_weights.numpy().tolist()) == ([0, 0, 1, 1], [0] * 4)
+    assert (hard.ce_weights.numpy().tolist(), hard.rl_weights.numpy().tolist()) == ([0, 0, 1, 1], [0] * 4)
+    assert not batch.dropped, "a teacher's tokens have no age"
+    with pytest.raises(ValueError, match="was not scored"):
+        make([group("a", [1.0], source="on")], sources=sources)
+
+
+def test_what_was_dropped_shows_how_long_it_was() -> None:
+    long = group("a", [1.0, 0.0])
+    for done in long.done:
+        done.rollout.samples[0].mask = Array.of([0, 1, 1, 1], "bool")
+        done.rollout.samples[0].versions = Array.of([-1, 0, 0, PolicyVersion(0, 3).pack()], "i8")
+    batch = make([long, group("b", [1.0, 0.0], version=3)], step=4, max_staleness=2)
+    assert batch.dropped == {"stale": 4} and batch.dropped.lengths == {"stale": [3, 3]}
+
+
+def test_old_tokens_may_weigh_less() -> None:
+    batch = make([group("a", [1.0, 0.0], version=1)], step=4, age_discount=0.5)
+    assert [s.rl_weights.numpy().tolist() for s in batch.samples] == [[1, 1, 0.25, 0.25]] * 2
+
+
+def test_groups_say_whether_they_have_something_to_learn_from() -> None:
+    maker = BatchMaker(RunConfig(algorithm=GRPO(filters=Filters(truncated=True))), Lineages([]))
+    equal, failed, good, cut = (
+        group("a", [1.0, 1.0]),
+        group("b", [None]),
+        group("c", [1.0, 0.0]),
+        group("d", [1.0, 0.0]),
+    )
+    for done in cut.done:
+        done.rollout.truncated = True
+    assert [maker.informative(made) for made in (equal, failed, good, cut)] == [False, False, True, False]
+    maker._config.orchestrator.drop_zero_advantage = False
+    assert [maker.informative(made) for made in (equal, failed, good, cut)] == [True, False, True, False]

@@ -1,16 +1,18 @@
 """Every choice of a loss and of an algorithm composes; combinations that cannot work are named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from prime_hpc.config.algorithm import CustomAlgorithm
+from prime_hpc.config.algorithm import OPD, OPSD, CustomAlgorithm
 from prime_hpc.config.checks import find_conflicts, source_algorithm
 from prime_hpc.config.compose import conf_dir, options
 from prime_hpc.config.curriculum import DifficultyPools, Pool
-from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PPOLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
@@ -19,6 +21,8 @@ NEEDED = {
     "loss=custom": "loss.import_path=my.loss",
     "algorithm=custom": "algorithm.import_path=my.algorithm",
     "algorithm=hierarchical_grpo": "algorithm.episode_agents=[solver]",
+    "algorithm=opd": "algorithm.teacher=big",
+    "algorithm=sft": "algorithm.teacher=big",
 }
 
 
@@ -56,8 +60,36 @@ def test_losses_that_cannot_work_are_named() -> None:
     config = RunConfig(loss=PPOLoss(normalise="length", ref_tau=0.1))
     assert conflicts(config, "loss") == [
         "loss.length = None: expected tokens that every sequence counts for, since loss.normalise=length",
-        "loss.ref_tau = 0.1: expected 0: nothing scores rollouts under a reference model yet",
+        "loss.reference = None: expected the name of a model under `frozen`, as loss.ref_tau > 0",
     ]
+
+
+def test_teachers_must_exist_and_score_what_was_sampled() -> None:
+    config = RunConfig(algorithm=OPD(teacher="bug"), frozen={"big": FrozenModel(base_url="http://a", model="m")})
+    config.env.train = [SourceConfig(id="words", sampling=SamplingConfig(temperature=0.7))]
+    assert conflicts(config, "algorithm") == [
+        "algorithm.teacher = 'bug': expected the name of a model under `frozen`; did you mean 'big'?",
+        "algorithm.name = 'opd': expected temperature and top_p of 1 in the source's sampling, since a reference "
+        "scores at temperature 1",
+    ]
+    config.algorithm = OPSD()
+    assert conflicts(config, "inference") == [
+        "inference.vllm.max_model_len = None: expected more than seq_len = 2048: the policy as its own teacher reads a "
+        "demonstration too"
+    ]
+
+
+def test_frozen_models_are_here_or_elsewhere_and_speak_the_policy_s_tokens(tmp_path: Path, tiny_model: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"max_position_embeddings": 64}')
+    (other / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    both, here, far = (FrozenModel(path="x", base_url="y"), FrozenModel(path=str(other)), FrozenModel(base_url="a"))
+    config = RunConfig(seq_len=64, frozen={"both": both, "here": here, "far": far})
+    config.model.path = str(tiny_model)
+    assert [problem.key for problem in find_conflicts(config) if problem.key.startswith(("frozen", "seq_len"))] == [
+        "frozen.both", "seq_len", "frozen.here.path", "frozen.far.model",
+    ]  # fmt: skip
     config = RunConfig(loss=ImportanceLoss(low=2.0, high=2.0))
     assert conflicts(config, "loss") == ["loss.low = 2.0: expected less than loss.high = 2.0"]
 

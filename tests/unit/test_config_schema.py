@@ -69,7 +69,9 @@ def test_a_wrong_key_is_judged_by_the_chosen_variant():
 
 def test_a_section_without_its_variant_lists_them():
     assert only({"algorithm": {"std": True}}) == ConfigProblem(
-        "algorithm.name", None, "one of grpo, max_rl, rloo, reinforce_pp, rae, hierarchical_grpo, custom"
+        "algorithm.name",
+        None,
+        "one of grpo, max_rl, rloo, reinforce_pp, rae, hierarchical_grpo, opd, opsd, sft, custom",
     )
 
 

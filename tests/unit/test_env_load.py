@@ -42,7 +42,8 @@ def test_ids_stand_for_modules() -> None:
 
 
 def test_bundled_environments_are_found() -> None:
-    assert bundled_environments() == ["prime_hpc.envs.reverse_text"]
+    names = ("alphabet_sort", "kuhn_poker", "math", "proposer_solver", "reverse_text", "wiki_search", "wordle")
+    assert bundled_environments() == [f"prime_hpc.envs.{name}" for name in names]
 
 
 def test_checking_does_not_import_verifiers() -> None:

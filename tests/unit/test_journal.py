@@ -1,11 +1,15 @@
 """The journal: replay to an offset, segments, cut tails, foreign files."""
 
+import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from prime_hpc.cluster import patience
+from prime_hpc.cluster.beats import Heart
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.errors import CorruptData, SchemaMismatch
 from prime_hpc.orchestrator.journal import (
@@ -272,3 +276,23 @@ def test_a_run_that_goes_back_to_a_checkpoint_of_another_begins_a_journal(tmp_pa
     first.close()
     journal = open_as(tmp_path, 2, 0, SimpleNamespace(step=12, journal_offset=0), rewind=True)
     assert journal.state == JournalState(attempt=2)
+
+
+def test_records_and_segments_wait_for_space(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "RETRY_S", 0.05)
+    journal = Journal.start(small_disk / "journal")
+    journal.patience = patience.Patience(30.0, Heart(tmp_path, "orchestrator-0", 1, 0, 1.0), logging.getLogger("t"))
+    large = "g" * 10_000
+    for act in (lambda: journal.append(opened(large, 0)), lambda: journal.cover(1, needed=0)):
+        filler = small_disk / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        threading.Timer(0.3, filler.unlink).start()
+        act()
+        assert "the journal cannot be written: [Errno 28] No space left on device; free space" in caplog.text
+        caplog.clear()
+    journal.close()
+    assert list(Journal.reopen(small_disk / "journal", covered=1).state.groups) == [large]

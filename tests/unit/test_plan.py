@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.placement import place_gpus
 from prime_hpc.plan.run_plan import PLAN_SCHEMA, load
+from prime_hpc.plan.table import render
 
 
 def config(ranks: int = 1, replicas: int = 1, **trainer) -> RunConfig:
@@ -65,3 +68,51 @@ def test_sft_has_trainer_ranks_only(tmp_path: Path) -> None:
     made = config(ranks=2)
     made.mode = "sft"
     assert [p.component for p in build_plan(made, tmp_path, Attempt(), gpus=0).processes] == ["trainer", "trainer"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "gpus", "expected"),
+    [
+        ("nccl", 1, "ipc or filesystem, since NCCL cannot connect two processes on one GPU"),
+        ("ipc", 2, "nccl or filesystem, since not every engine has one GPU, which a trainer rank shares"),
+        ("ipc", 0, "nccl or filesystem, since not every engine has one GPU, which a trainer rank shares"),
+        ("nccl", 2, None),
+        ("nccl", 0, None),
+        ("ipc", 1, None),
+        ("auto", 1, None),
+    ],
+)
+def test_weights_travel_only_where_they_can(tmp_path: Path, transport: str, gpus: int, expected: str | None) -> None:
+    made = config()
+    made.update.transport = transport
+    if expected is None:
+        build_plan(made, tmp_path, Attempt(), gpus=gpus)
+        return
+    with pytest.raises(ConfigurationError, match=f"update.transport = '{transport}': expected {expected}"):
+        build_plan(made, tmp_path, Attempt(), gpus=gpus)
+
+
+def test_nccl_needs_gpus_on_both_sides(tmp_path: Path) -> None:
+    made = config(device="cpu")
+    made.update.transport = "nccl"
+    with pytest.raises(ConfigurationError, match="either the engines or the trainer have no GPU"):
+        build_plan(made, tmp_path, Attempt(), gpus=1)
+
+
+@pytest.mark.parametrize(("transport", "said"), [("auto", "filesystem (auto)"), ("delta", "delta")])
+def test_the_plan_says_how_weights_travel(tmp_path: Path, transport: str, said: str) -> None:
+    made = config()
+    made.update.transport = transport
+    console = Console(width=400, record=True)
+    console.print(render(build_plan(made, tmp_path, Attempt(), gpus=0)))
+    assert f"; weights by {said}\n" in console.export_text().replace(" \n", "\n")
+
+
+def test_frozen_models_have_engines_beside_those_of_the_policy() -> None:
+    made = RunConfig(frozen={"big": FrozenModel(path="/big", replicas=2), "far": FrozenModel(base_url="http://a")})
+    made.inference.gpus_per_replica, made.trainer.ranks = 2, 1
+    plan = build_plan(made, Path("/runs/one"), Attempt(), 8)
+    assert [p.name for p in plan.engines()] == ["inference-0"]
+    assert [(p.name, p.gpus) for p in plan.serving("big")] == [("inference-1", [2, 3]), ("inference-2", [4, 5])]
+    assert plan.serving("far") == []
+    assert [p.gpus for p in plan.of("trainer")] == [[6]]

@@ -9,8 +9,17 @@ import pytest
 
 from prime_hpc.cluster.files import write_json
 from prime_hpc.config.sections import MonitorConfig
-from prime_hpc.errors import InfrastructureFailure
-from prime_hpc.observe.records import RolloutRecorder, read_records, record_path, version_runs
+from prime_hpc.errors import CorruptData, InfrastructureFailure
+from prime_hpc.observe.preview import fates
+from prime_hpc.observe.records import (
+    OPTIONAL,
+    BatchManifest,
+    RolloutRecorder,
+    read_batch,
+    read_records,
+    record_path,
+    version_runs,
+)
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Failure, PolicyVersion, Rollout, RolloutDone, Sample
 from tests.unit.test_monitor import role
@@ -47,11 +56,13 @@ def test_a_record_holds_what_was_sampled(tmp_path):
     assert np.array(sample.pop("logprobs"), np.float32).tolist() == np.float32([0, -0.1, -0.2, -1e-7]).tolist()
     assert sample == {
         "sample_id": "a/0",
+        "trained": False,
+        "adapter": "",
         "temperature": 0.5,
         "token_ids": [7, 8, 9, 10],
         "mask": [0, 1, 1, 1],
         "versions": [["0.1", 1, 3], ["3.2", 3, 4]],
-        "advantages": None,
+        **dict.fromkeys(OPTIONAL),
     }
 
 
@@ -111,3 +122,41 @@ def test_records_past_their_budget_are_removed_oldest_first(tmp_path: Path) -> N
     for step in (8, 9, 10):
         recorder.flush(step)
     assert [path.name for path in (tmp_path / "rollouts").glob("step_*")] == ["step_10.jsonl.zst"]
+
+
+def test_a_recorded_batch_is_the_batch_that_was_trained(tmp_path):
+    recorder, rollouts = RolloutRecorder(role(tmp_path)), tmp_path / "rollouts"
+    [sample] = done("a").rollout.samples
+    trained = msgspec.structs.replace(
+        sample, advantages=Array.of([0, 0.1, -0.3, 0], "f4"), ce_weights=Array.of([0.2, 0, 0, 0], "f4")
+    )
+    recorder.add(1, done("a", reward=1.0), {sample.sample_id: trained})
+    recorder.add(1, done("b", reward=0.0))
+    manifest = BatchManifest(step=1, lineage=0, sample_ids=[sample.sample_id], journal_offset=7, lr=0.5)
+    recorder.flush(1, manifest)
+    assert read_batch(rollouts, 1) == (manifest, [trained])
+    recorder.add(1, done("b", reward=0.0))
+    recorder.flush(1, manifest)
+    with pytest.raises(CorruptData, match="does not hold the samples"):
+        read_batch(rollouts, 1)
+    with pytest.raises(CorruptData, match="step_2.json is missing"):
+        read_batch(rollouts, 2)
+
+
+def test_every_token_of_a_record_shows_its_fate() -> None:
+    sample = {
+        "token_ids": [1, 2, 3, 4, 5, 6, 7],
+        "mask": [0, 1, 1, 1, 1, 0, 0],
+        "versions": [["0.0", 1, 6]],
+        "advantages": [0, 1, -1, 0, 1, 0, 0],
+        "rl_weights": [1, 1, 1, 1, 0, 1, 1],
+        "ce_weights": [0, 0, 0, 0, 0, 0, 0.5],
+        "ref_kl_weights": None,
+        "trained": True,
+    }
+    assert fates(sample) == [
+        "context", "pushed up", "pushed down", "no gradient", "no gradient", "left out", "learned",
+    ]  # fmt: skip
+    assert fates({**sample, "trained": False}) == ["context", *["left out"] * 5, "context"]
+    teacher = {**sample, "versions": [], "advantages": None, "ce_weights": [0, 1, 1, 1, 1, 0, 0], "rl_weights": [0] * 7}
+    assert fates(teacher) == ["context", *["learned"] * 4, "context", "context"]

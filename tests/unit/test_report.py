@@ -2,7 +2,7 @@
 
 import pytest
 
-from prime_hpc.orchestrator.report import eval_metrics
+from prime_hpc.orchestrator.report import eval_metrics, losses
 from prime_hpc.transport.messages import Failure, Rollout
 
 
@@ -22,3 +22,9 @@ def test_several_rollouts_of_a_task_give_estimates() -> None:
 def test_one_rollout_a_task_has_its_reward_alone() -> None:
     found = eval_metrics("s", [rollout("a", 1.0), rollout("b", 0.0)])
     assert not [name for name in found if "@" in name or "^" in name]
+
+
+def test_rollouts_given_up_are_counted_by_reason_and_age() -> None:
+    assert losses({"stale": [1.0, 3.0], "end": [2.0]}) == {
+        "cancelled/stale": 2.0, "cancelled/stale/seconds": 2.0, "cancelled/end": 1.0, "cancelled/end/seconds": 2.0,
+    }  # fmt: skip

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from prime_hpc.algorithms.routing import Span, distil, echo_weights, route
+from prime_hpc.algorithms.routing import Span, echo_weights, route
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import Sample
 
@@ -19,6 +19,7 @@ def sample(**streams: list[float]) -> Sample:
         mask=Array.of(MASK, "bool"),
         logprobs=Array.of([0] * 6, "f4"),
         versions=Array.of([0] * 6, "i8"),
+        ref_logprobs=Array.of([0] * 6, "f4"),
         **{name: Array.of(values, "f4") for name, values in streams.items()},
     )
 
@@ -53,13 +54,9 @@ def test_unknown_component_is_refused():
         route(sample(), "kl")
 
 
-def test_distillation_takes_the_teachers_logprobs():
-    before = sample()
-    made = distil(before, [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
-    assert weights(made) == [[0] * 6, None, MASK]
-    assert made.ref_logprobs.numpy().tolist() == [-1, -2, -3, -4, -5, -6]
-    with pytest.raises(ValueError, match="align"):
-        distil(before, [-1.0])
+def test_what_no_reference_has_scored_is_refused():
+    with pytest.raises(ValueError, match="was not scored under a reference"):
+        route(msgspec.structs.replace(sample(), ref_logprobs=None), "ref_kl")
 
 
 def spans(role: str, body: list[bool] | None = None) -> list[Span]:

@@ -6,14 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from prime_hpc.config.algorithm import GRPO, OPD, OPSD, AlgorithmConfig, Distillation
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.frozen import FrozenModel
+from prime_hpc.config.loss import PPOLoss
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator import budget as budget_module
 from prime_hpc.orchestrator import runner as module
 from prime_hpc.orchestrator.fleet import Engine
+from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.orchestrator.runner import Runner
-from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
+from prime_hpc.transport.messages import Endpoint, Failure, PolicyVersion, Rollout, RolloutDone, RunRollout
 
 
 class Clock:
@@ -65,7 +69,7 @@ def make(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, list[Engi
     config.env.train = [SourceConfig(id="words")]
     engines = [Engine("inference-0", "http://a", load=1), Engine("inference-1", "http://b")]
     role = SimpleNamespace(config=config, log=logging.getLogger("test"), reach=lambda point: None)
-    return Runner(role, pool, Engines(engines)), engines
+    return Runner(role, pool, Engines(engines), FrozenModels(role)), engines
 
 
 def run(runner: Runner, rollout_id: str = "g-0") -> RolloutDone:
@@ -95,6 +99,30 @@ def test_an_environment_s_failure_is_not_tried_again(monkeypatch: pytest.MonkeyP
     pool = Pool(["environment"])
     assert run(make(pool, monkeypatch)[0]).rollout.failure.kind == "environment"
     assert len(pool.requests) == 1
+
+
+def test_teachers_sample_and_references_score_training_rollouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = FrozenModel(base_url="http://far/", model="big", key_variable="FAR_KEY")
+    endpoint = Endpoint(base_url="http://far", model="big", key_variable="FAR_KEY")
+
+    def asked(algorithm: AlgorithmConfig, ref_tau: float = 0.0, evaluate: bool = False) -> RunRollout:
+        pool = Pool([None])
+        runner, _ = make(pool, monkeypatch)
+        runner._config.algorithm, runner._config.frozen["far"] = algorithm, far
+        runner._config.loss = PPOLoss(ref_tau=ref_tau, reference="far")
+        runner._frozen = asyncio.run(FrozenModels.connect(runner._role))
+        asyncio.run(runner.run("g-0", "words", 5, PolicyVersion(0, 3), evaluate=evaluate))
+        return pool.requests[0]
+
+    taught = asked(Distillation(teacher="far"))
+    asked_of = Endpoint(base_url=taught.base_url, model=taught.model, key_variable=taught.key_variable)
+    assert (asked_of, taught.teacher, taught.reference) == (endpoint, True, None)
+    for request in (asked(OPD(teacher="far")), asked(GRPO(), ref_tau=0.1)):
+        assert (request.base_url, request.teacher, request.reference) == ("http://b", False, endpoint)
+    assert asked(OPSD()).reference == Endpoint(base_url="http://b", model="policy")
+    assert asked(GRPO()).reference is None
+    evaluated = asked(Distillation(teacher="far"), evaluate=True)
+    assert (evaluated.base_url, evaluated.teacher, evaluated.reference) == ("http://b", False, None)
 
 
 PLANTED = [None] * 9 + ["environment"] * 11

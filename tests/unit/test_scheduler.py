@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
+from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import Journal
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.tasks import TaskStream
-from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
+from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone
 
 GROUP = 4
 
@@ -21,6 +22,8 @@ class Gate:
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future] = {}
+        self.pausing: set[str] = set()
+        self.rewards = iter(lambda: 1.0, None)
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion) -> RolloutDone:
         future = self.running[rollout_id] = asyncio.get_running_loop().create_future()
@@ -28,7 +31,12 @@ class Gate:
             await future
         finally:
             del self.running[rollout_id]
-        return RolloutDone(worker="w", rollout=Rollout(rollout_id=rollout_id, source=source, task_id="t", reward=1.0))
+        return RolloutDone(
+            worker="w", rollout=Rollout(rollout_id=rollout_id, source=source, task_id="t", reward=next(self.rewards))
+        )
+
+    def pauses(self, source: str) -> bool:
+        return source in self.pausing
 
     async def finish_all(self) -> None:
         for future in list(self.running.values()):
@@ -68,7 +76,12 @@ def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = Non
     journal = journal or Journal.start(tmp_path / "journal")
     stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
     stream.restore(journal.state)
-    return Scheduler(role, gate, stream, clock, journal)
+    return Scheduler(role, gate, stream, clock, journal, has_signal)
+
+
+def has_signal(group: Group) -> bool:
+    """What tests mean by it: no reward is -1."""
+    return all(rollout.reward != -1 for rollout in group.scored)
 
 
 async def started(scheduler: Scheduler) -> asyncio.Task:
@@ -144,7 +157,7 @@ def test_hopeless_groups_are_cancelled_running_or_ready(tmp_path: Path) -> None:
         await scheduler.notify()
         await settle()
         assert {g.version.step for g in scheduler.open.values()} == {5}
-        assert not scheduler.ready and scheduler.cancelled == 3 * GROUP
+        assert not scheduler.ready and len(scheduler.given_up["stale"]) == 3 * GROUP
         await stopped(scheduler, task)
 
     asyncio.run(scenario())
@@ -175,5 +188,98 @@ def test_restored_groups_run_what_is_missing_under_the_same_task(tmp_path: Path)
         missing = [r for r in gate.running if r.startswith(partial.group_id)]
         assert len(missing) == GROUP - 1
         await stopped(again, task)
+
+    asyncio.run(scenario())
+
+
+def test_groups_without_a_signal_make_room_for_others_and_come_along(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        gate.rewards = iter([-1.0] * GROUP + [1.0] * 100)
+        scheduler = make(tmp_path, gate, clock, max_inflight=4)
+        task = await started(scheduler)
+        await gate.finish_all()
+        await gate.finish_all()
+        assert (len(scheduler.ready), scheduler.ready_rollouts, scheduler.enough(1)) == (2, 4, False)
+        await gate.finish_all()
+        assert scheduler.enough(1)
+        taken = scheduler.take(1)
+        assert [g.informative for g in taken] == [False, True, True] and not scheduler.ready
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_is_cut_as_it_is_when_too_much_came_to_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        gate.rewards = iter([-1.0] * 100)
+        scheduler = make(tmp_path, gate, clock, max_empty_batches=2)
+        task = await started(scheduler)
+        await gate.finish_all()
+        assert not scheduler.enough(1)
+        await gate.finish_all()
+        assert scheduler.enough(1) and len(scheduler.take(1)) == 4
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_the_old_cuts_no_batch_before_they_have_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        clock.shipped, clock.published, clock.served = 2, PolicyVersion(0, 2), PolicyVersion(0, 0)
+        scheduler = make(tmp_path, gate, clock, max_staleness=2, max_inflight=12)
+        scheduler._settings.on_stale = "wait"
+        task = await started(scheduler)
+        clock.served = PolicyVersion(0, 2)
+        slow = list(gate.running)[:GROUP]
+        for rollout_id in list(gate.running)[GROUP:]:
+            gate.running[rollout_id].set_result(None)
+        await settle()
+        assert scheduler.ready_rollouts == 8
+        assert not scheduler.enough(3), "batch 3 would leave version 0 behind"
+        scheduler._settings.on_stale = "drop"
+        assert scheduler.enough(3)
+        scheduler._settings.on_stale = "wait"
+        for rollout_id in slow:
+            gate.running[rollout_id].set_result(None)
+        await settle()
+        assert scheduler.enough(3) and len(scheduler.take(3)) == 3, "and whoever is as old comes along"
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_with_a_failure_may_be_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock, max_inflight=4)
+        scheduler._settings.partial_groups = "drop"
+        task = await started(scheduler)
+        group = next(iter(scheduler.open.values()))
+        failure = Failure(kind="environment", type="KeyError", message="answer")
+        group.done.append(RolloutDone(worker="w", rollout=Rollout(rollout_id="x", source="words", task_id="t",
+                                                                  failure=failure)))  # fmt: skip
+        await gate.finish_all()
+        assert not scheduler.ready
+        assert Journal.reopen(tmp_path / "journal").state.fates == {"partial": 1}
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_a_source_that_pauses_has_one_group_open_to_be_tried(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        gate.pausing = {"words"}
+        scheduler = make(tmp_path, gate, clock)
+        task = await started(scheduler)
+        assert len(gate.running) == GROUP
+        gate.pausing = set()
+        await scheduler.notify()
+        await settle()
+        assert len(gate.running) == 2 * GROUP
+        await stopped(scheduler, task)
 
     asyncio.run(scenario())

@@ -66,6 +66,7 @@ def test_flops_of_a_dense_model_by_hand():
     pairs = 5 * 6 // 2 + 2 * 3 // 2
     scores_and_values = 3 * (2 * 2 * 4 * 32) * pairs
     assert spec.train_flops(BASE, [5, 2]) == 3 * (2 * matrices * 7 + scores_and_values)
+    assert spec.train_flops(BASE, [5, 2], frozen=True) == 2 * 2 * matrices * 7 + 3 * scores_and_values
 
 
 def test_flops_of_experts_by_hand():

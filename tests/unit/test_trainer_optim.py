@@ -159,3 +159,14 @@ def test_each_tenant_is_clipped_and_skipped_by_itself():
     assert all(weight.grad is None for weight in weights.values())
     assert metrics["adapter/a/grad_norm"] == 3.0 and math.isnan(metrics["adapter/b/grad_norm"])
     assert metrics["optim/skipped"] == 1.0 and "adapter/c/grad_norm" not in metrics
+
+
+def test_a_peak_that_was_changed_scales_every_group() -> None:
+    config = AdamW(lr=0.1, warmup_steps=2)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "peak_lr": peak} for peak in (0.1, 0.3)]
+    guarded = GuardedOptimizer({WHOLE: [torch.optim.SGD(groups, lr=0.1)]}, config, 10, 0)
+    for parameter in (group["params"][0] for group in groups):
+        parameter.grad = torch.zeros(1)
+    guarded.retune(0.05)
+    assert guarded.step(1, {WHOLE: 0.0})["optim/lr"] == 0.025
+    assert [group["lr"] for group in guarded.optimizers[0].param_groups] == pytest.approx([0.025, 0.075])

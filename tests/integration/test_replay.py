@@ -1,0 +1,29 @@
+"""A run whose values change while it works, and its last step once more from what it left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from prime_hpc.commands.preview import main as preview
+from prime_hpc.commands.tune import tuned
+from tests.integration.runs import REPOSITORY, LocalRun
+
+
+def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
+    run = LocalRun(tmp_path, tiny_model, "first", "max_steps=6", "checkpoint.every=4", "trainer.ranks=2",
+                   "optimizer.lr=1e-3", "inference.engine_args={skill0: 0.4, token_s: 0.02}")  # fmt: skip
+    run.wait_for_step(1)
+    tuned(run.root, {"optimizer.lr": 5e-4, "orchestrator.max_staleness": 4})
+    code, text = run.wait(600)
+    assert code == 0, text
+    log = run.log("orchestrator-0")
+    assert "what trains in the first batch" in log
+    assert "changed while running: optimizer.lr = 0.0005, orchestrator.max_staleness = 4" in log
+    rates = {row["step"]: row["optim/lr"] for row in run.metrics if "loss" in row}
+    assert rates[1] == 1e-3 and rates[6] == 5e-4
+    assert preview([str(run.root), "--step", "2", "--count", "1"]) == 0
+
+    replay = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"]
+    done = subprocess.run(replay, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal") == 2

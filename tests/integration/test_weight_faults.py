@@ -1,0 +1,116 @@
+"""What each failure does to an update: the engine it strikes is left behind, the others go on, and all come back."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from prime_hpc.cluster.faults import VARIABLE, Fault
+from prime_hpc.cluster.role import RESTART_VARIABLE
+from prime_hpc.orchestrator.fleet import Fleet
+from prime_hpc.trainer import weights_sender
+from tests.integration.test_weight_updates import FAKE, arm, checksums, expected, serving
+from tools.weights_rig import Rig, rig
+
+BOTH = ["inference-0", "inference-1"]
+PHASES = ["before", "during", "after"]
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def assert_whole(made: Rig, fleet: Fleet) -> None:
+    """One more update reaches both engines, which then hold what the trainer does."""
+    await until(lambda: len(fleet.engines) == 2)
+    await made.update(fleet, made.train())
+    await until(lambda: serving(fleet) == BOTH)
+    assert await checksums(fleet) == dict.fromkeys(BOTH, expected(made))
+
+
+@pytest.mark.parametrize(
+    "transport", ["nccl", *(pytest.param(t, marks=pytest.mark.slow) for t in ("filesystem", "delta"))]
+)
+def test_an_engine_killed_in_any_phase_of_an_update_comes_back(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    faults = [Fault(process="inference-1", point=f"update.{phase}", action="SIGKILL", count=2, restart=restart)
+              for restart, phase in enumerate(PHASES)]  # fmt: skip
+    monkeypatch.setenv(VARIABLE, msgspec.json.encode(faults).decode())
+
+    async def follow(made: Rig) -> None:
+        fleet = made.connect()
+        watching = asyncio.create_task(fleet.watch())
+        for restart, _ in enumerate(PHASES, start=1):
+            process = made.engines.processes["inference-1"]
+            while process.poll() is None:
+                await made.update(fleet, made.train())
+                assert "inference-0" in serving(fleet)
+            monkeypatch.setenv(RESTART_VARIABLE, str(restart))
+            made.engines.start("inference-1")
+            await asyncio.to_thread(made.roles["orchestrator-0"].rendezvous.wait, "inference-1", "base_url", 60)
+        await assert_whole(made, fleet)
+        watching.cancel()
+
+    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport=transport, full_every=50, stall_s=5) as made:
+        asyncio.run(follow(made))
+
+
+def test_bytes_that_change_on_the_way_are_never_served(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both engines fall back to the newest whole version and take part in the next stream."""
+    pack = weights_sender.pack
+
+    def damaged(layout, tensors, device) -> torch.Tensor:
+        bucket = pack(layout, tensors, device)
+        bucket[layout.spans[1][0]] ^= 1
+        return bucket
+
+    async def follow(made: Rig) -> None:
+        fleet = made.connect()
+        watching = asyncio.create_task(fleet.watch())
+        await made.update(fleet, made.train())
+        monkeypatch.setattr(weights_sender, "pack", damaged)
+        await made.update(fleet, made.train())
+        monkeypatch.setattr(weights_sender, "pack", pack)
+        name = made.writer._sender.offer().buckets[0][1].name
+        assert f"{name} changed on the way (1 of" in caplog.text
+        states = [await fleet._probe(engine) for engine in fleet.engines]
+        assert "0.2" not in [state["version"] for state in states]
+        await assert_whole(made, fleet)
+        watching.cancel()
+
+    with caplog.at_level(logging.ERROR), rig(tmp_path / "run", tiny_model, inference=FAKE, transport="nccl") as made:
+        asyncio.run(follow(made))
+
+
+@pytest.mark.parametrize("kind", ["hang_load", "out_of_memory"])
+def test_an_engine_that_hangs_or_runs_out_of_memory_is_left_behind(tmp_path: Path, tiny_model: Path, kind: str) -> None:
+    async def follow(made: Rig) -> None:
+        fleet = made.connect()
+        await made.update(fleet, made.train())
+        await made.update(fleet, made.train())
+        await arm(fleet, "inference-1", kind)
+        version = made.train()
+        await made.update(fleet, version)
+        assert serving(fleet) == ["inference-0"]
+        assert (await checksums_of(fleet, "inference-0")) == expected(made)
+        if kind == "out_of_memory":
+            assert await asyncio.to_thread(made.engines.processes["inference-1"].wait, 30) != 0
+
+    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport="nccl", stall_s=4, timeout_s=15) as made:
+        asyncio.run(follow(made))
+
+
+async def checksums_of(fleet: Fleet, name: str) -> dict[str, str]:
+    engine = next(e for e in fleet.engines if e.name == name)
+    return (await fleet._checksums(engine))[0]

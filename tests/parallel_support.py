@@ -1,0 +1,120 @@
+"""One optimiser step's worth of work of a trainer under any division of model and batch, for tests."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from prime_hpc.algorithms.packing import pack
+from prime_hpc.config.loss import GSPOLoss
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.trainer import ParallelConfig
+from prime_hpc.models.attention import open_attention
+from prime_hpc.models.degrees import choose_degrees
+from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.loop import forward_backward
+from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.optim import WHOLE
+from prime_hpc.trainer.parallel.clip import clip_gradients
+from prime_hpc.trainer.parallel.collectives import sum_over
+from prime_hpc.trainer.parallel.context import ContextParallel
+from prime_hpc.trainer.parallel.experts import Journey
+from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.transport.messages import PolicyVersion, RankBatch
+from tests.trainer_support import make_samples
+
+SAMPLES = (7, 3)
+"""Samples of two batches of uneven rows; the second leaves a rank of four without any."""
+ROW_TOKENS = 37
+
+
+def open_world(rank: int, ranks: int, store: Path, config: RunConfig) -> World:
+    """The world of a process that takes part in `ranks` ranks on the CPU."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    mesh = Mesh.of("cpu", choose_degrees(config, ranks))
+    return World(rank, ranks, torch.device("cpu"), mesh, dist.group.WORLD)
+
+
+def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, sequence_loss: bool,
+               parallel: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """Losses of both batches, the gradients of their sum by the names of the checkpoint, their norm, and the metrics
+    of the experts."""
+    config = RunConfig()
+    config.model.path, config.model.impl = str(model), impl
+    config.trainer.head_chunk_tokens = 5
+    config.trainer.parallel = ParallelConfig(**parallel)
+    config.loss = GSPOLoss() if sequence_loss else config.loss
+    world = open_world(rank, ranks, store, config)
+    policy = build_policy(config, world)
+    load_weights(policy, model)
+    losses = []
+    for step, count in enumerate(SAMPLES, start=1):
+        micro_batches = pack(make_samples(step, count=count), world.dp_size, ROW_TOKENS)[world.dp_rank]
+        batch = RankBatch(step=step, rank=world.dp_rank, micro_batches=micro_batches, sample_ids=[], journal_offset=0)
+        role = SimpleNamespace(config=config)
+        losses.append(forward_backward(policy, batch, role, world, PolicyVersion(0, step - 1)).losses[WHOLE])
+    gradients: dict[str, np.ndarray] = {}
+    for name, parameter in policy.named_parameters():
+        whole = policy.conversion.to_hf(name, parameter.grad.full_tensor())
+        gradients |= {hf_name: gradient.numpy().copy() for hf_name, gradient in whole.items()}
+    norm = clip_gradients(list(policy.parameters()), 0.5)
+    clipped = clip_gradients(list(policy.parameters()), None)
+    return {"losses": losses, "gradients": gradients, "norm": norm, "clipped": clipped,
+            "experts": policy.balance_experts(0.0)}  # fmt: skip
+
+
+class _Share(torch.autograd.Function):
+    """A tensor that all ranks have alike and use differently: its gradient is the sum of theirs. With this and
+    `sum_over`, what the ranks do together is one function that each of them can check in step with the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+def check_attention(rank: int, ranks: int, store: Path, style: str) -> float:
+    """Gradcheck of attention that ranks divide among them; the largest difference from that of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    seq_lens, cpu, context = [5, 1, 2, 8], torch.device("cpu"), ContextParallel(dist.group.WORLD, style)
+    inputs = [torch.randn(16, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    everything = torch.arange(16)
+    part = context.divide(PackedRow(everything, everything, torch.ones(16), everything[1:], seq_lens))
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        mine = (_Share.apply(x)[part.row.token_ids] for x in qkv)
+        output = context.open_attention("sdpa", seq_lens, cpu)(*mine, 0.5)
+        return sum_over(torch.zeros_like(qkv[0]).index_copy(0, part.row.token_ids, output), dist.group.WORLD)
+
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+    return (attend(*inputs) - open_attention("sdpa", seq_lens, cpu)(*inputs, 0.5)).abs().max().item()
+
+
+def check_journey(rank: int, ranks: int, store: Path) -> list[list[int]]:
+    """Gradcheck of rows' way to the ranks of their experts and back; rows of each expert that this rank and, as the
+    experts' ranks tell, all ranks have."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    counts = torch.tensor([[3, 0, 1, 2], [0, 0, 4, 2]])
+    rows = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+
+    def scale_by_expert(rows: torch.Tensor) -> torch.Tensor:
+        journey = Journey.of(counts[rank], dist.group.WORLD)
+        factors = (2.0 * rank + torch.arange(2.0) + 1).repeat_interleave(journey.counts)
+        back = journey.back(journey.there(_Share.apply(rows)[rank]) * factors[:, None])
+        return sum_over(torch.stack([back * (other == rank) for other in range(2)]), dist.group.WORLD)
+
+    assert torch.autograd.gradcheck(scale_by_expert, rows, fast_mode=True)
+    expected = torch.stack([rows[i] * (torch.arange(4.0) + 1).repeat_interleave(counts[i])[:, None] for i in range(2)])
+    torch.testing.assert_close(scale_by_expert(rows), expected)
+    return [counts[rank].tolist(), Journey.of(counts[rank], dist.group.WORLD).counts.tolist()]

@@ -1,0 +1,87 @@
+"""Which degrees of parallelism a model and a number of ranks allow, and how others are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.trainer import ParallelConfig
+from prime_hpc.errors import ConfigurationError
+from prime_hpc.models.degrees import Degrees, choose_degrees, find_parallel_problems
+from tests.unit.test_placement import make_config as make_slurm_config
+
+DENSE = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4,
+         "intermediate_size": 96, "num_hidden_layers": 2}  # fmt: skip
+SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 40, "num_experts_per_tok": 2}
+SHAPE = "16 heads, 4 KV heads, MLPs of width [96]"
+
+
+def make_config(path: Path, model: dict[str, Any], ranks: int, **parallel: Any) -> RunConfig:
+    (path / "config.json").write_text(json.dumps(model))
+    config = RunConfig()
+    config.model.path, config.trainer.ranks, config.trainer.parallel = str(path), ranks, ParallelConfig(**parallel)
+    return config
+
+
+LEGAL = [
+    (DENSE, 8, {}, {"dp_shard": 8}),
+    (DENSE, 8, {"dp_replicate": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
+    (DENSE, 16, {"cp": 16}, {"cp": 16}),
+    (DENSE, 8, {"tp": 4, "cp": 2}, {"tp": 4, "cp": 2}),
+    (DENSE, 4, {"ep": "auto"}, {"dp_shard": 4}),
+    (SPARSE, 6, {"ep": "auto"}, {"dp_shard": 6, "ep": 6}),
+    (SPARSE, 8, {"ep": "auto"}, {"dp_shard": 8, "ep": 4}),
+    (SPARSE, 8, {"ep": "auto", "cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}),
+    (SPARSE, 8, {"ep": 4, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 4, "ep": 4}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "parallel", "degrees"), LEGAL)
+def test_what_is_left_out_follows(model, ranks, parallel, degrees, tmp_path):
+    config = make_config(tmp_path, model, ranks, **parallel)
+    assert find_parallel_problems(config) == []
+    assert choose_degrees(config, ranks) == Degrees(**degrees)
+
+
+REFUSED = [
+    (DENSE, 6, {"dp_replicate": 4}, "dp_replicate = 4: expected one of 1, 2, 3, 6, which 6 ranks with tp=1, cp=1 allow "
+                                    f"for {SHAPE}"),
+    (DENSE, 8, {"tp": 8}, f"tp = 8: expected one of 1, 2, 4, which 8 ranks allow for {SHAPE}"),
+    (DENSE, 24, {"cp": 3}, f"cp = 3: expected one of 1, 2, 4, 8, which 24 ranks with tp=1 allow for {SHAPE}"),
+    (DENSE, 4, {"cp": 3, "cp_style": "ring"}, f"cp = 3: expected one of 1, 2, 4, which 4 ranks with tp=1 allow for "
+                                              f"{SHAPE}"),
+    (DENSE, 4, {"ep": 2}, f"ep = 2: expected 1, which 4 ranks that share a copy allow for {SHAPE}"),
+    (SPARSE, 8, {"ep": 8}, "ep = 8: expected one of 1, 2, 4, which 8 ranks that share a copy allow for 16 heads, 4 KV "
+                           "heads, MLPs of width [], 12 experts of width 40"),
+    ({**DENSE, "model_type": "gemma"}, 4, {"tp": 2}, "tp = 2: expected 1, which 4 ranks allow for a model of "
+                                                     "transformers, which has neither tp nor ep"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "ranks", "parallel", "text"), REFUSED)
+def test_others_are_refused_with_those_that_are_legal(model, ranks, parallel, text, tmp_path):
+    config = make_config(tmp_path, model, ranks, **parallel)
+    [problem] = find_parallel_problems(config)
+    assert str(problem) == f"trainer.parallel.{text}"
+    with pytest.raises(ConfigurationError):
+        choose_degrees(config, ranks)
+
+
+def test_every_mistake_is_reported_at_once(tmp_path):
+    config = make_config(tmp_path, SPARSE, 4, tp=3, cp=3, dp_replicate=3, ep=3)
+    keys = [problem.key.rpartition(".")[2] for problem in find_parallel_problems(config)]
+    assert keys == ["tp", "cp", "dp_replicate", "ep"]
+
+
+def test_context_parallelism_needs_attention_of_our_own(tmp_path):
+    sliding = {**DENSE, "layer_types": ["sliding_attention", "full_attention"]}
+    assert len(find_parallel_problems(make_config(tmp_path, sliding, 4, cp=2, cp_style="ring"))) == 1
+
+
+def test_experts_stay_within_a_node(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    config = make_slurm_config("launcher.name=slurm_hetjob", "cluster.gpus_per_node=2", "trainer.ranks=8",
+                               f"model.path={tmp_path}", "trainer.parallel.ep=auto")  # fmt: skip
+    assert choose_degrees(config, 8).ep == 2

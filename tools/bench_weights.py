@@ -1,0 +1,136 @@
+"""What an update of weights costs: `python -m tools.bench_weights updates` and `python -m tools.bench_weights delta`.
+
+`updates` starts a real engine with random weights of a known shape, keeps it busy with requests, and publishes versions
+from a trainer rank in this process, by each transport in turn. `delta` needs no engine: bytes and seconds of a delta
+between two files of bfloat16.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config
+
+from prime_hpc.models.tiny import make_char_tokenizer
+from prime_hpc.transport import delta
+from tools.weights_rig import Load, Rig, rig
+
+SHAPES = {
+    "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=32, vocab_size=512),
+    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                 num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+               num_key_value_heads=8, head_dim=128, vocab_size=151936),
+}  # fmt: skip
+"""Dense decoders with a tied head."""
+PROMPT = [1, 4, 5, 6, 7, 2]
+VLLM = {"load_format": "dummy", "enforce_eager": True, "max_num_seqs": 32}
+
+
+def make_model(directory: Path, shape: str) -> Path:
+    """Configuration and tokenizer of a shape; there are no weights."""
+    make_char_tokenizer(directory)
+    config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=2048, eos_token_id=3)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(directory)
+    return directory
+
+
+async def measure(made: Rig, transports: list[str], updates: int) -> list[dict[str, Any]]:
+    """A row for each transport: medians over `updates` versions."""
+    fleet, rows = made.connect(), []
+    print("the engine is ready", time.strftime("%X"), flush=True)
+    nbytes = sum(p.numel() for p in made.policy.parameters()) * 2
+    token = made.roles["orchestrator-0"].secrets.token
+    with Load(fleet, token, PROMPT, clients=8, temperature=1.0, ignore_eos=True, max_tokens=48) as load:
+        for transport in transports:
+            made.switch(transport=transport)
+            await timed_update(made, fleet)  # the first version is whole, the second opens links
+            await timed_update(made, fleet)
+            times = [await timed_update(made, fleet) for _ in range(updates)]
+            row = {key: statistics.median(t[key] for t in times) for key in times[0]}
+            rows.append({"transport": transport, "gib": nbytes / 2**30, **row})
+            print(json.dumps(rows[-1]), flush=True)
+    rows.append({"requests": len(load.finished), "failed": len(load.failed),
+                 "spanning": sum(len(stamp["spans"]) > 1 for stamp in load.finished)})  # fmt: skip
+    await fleet.close()
+    return rows
+
+
+async def timed_update(made: Rig, fleet: Any) -> dict[str, float]:
+    """Seconds from the begin of publishing until the engine serves, and of their parts."""
+    version = made.train(share=0.01)
+    begin = time.monotonic()
+    times = await made.update(fleet, version)
+    return {"total_s": time.monotonic() - begin, "prepare_s": times.prepare_s, "load_s": times.load_s,
+            "pause_s": times.pause_s, "canary": times.canary or 0.0}  # fmt: skip
+
+
+def run_updates(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the engine and measure."""
+    gpus = (options.engine_gpu, options.trainer_gpu) if torch.cuda.is_available() else None
+    if gpus:
+        torch.cuda.set_device(0)
+    vllm = {**VLLM, **({"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**32} if gpus else {})}
+    first = "delta" if "delta" in options.transports else "auto"  # an engine keeps a copy of its own for deltas alone
+    trainer = {"dtype": "bfloat16" if gpus else "float32", "publish_dtype": "auto"}
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        model = make_model(Path(folder) / "model", options.shape)
+        update = {"transport": first, "canary_every": 1, "canary_bound": 1e9, "full_every": 10**6}
+        with rig(Path(folder) / "run", model, replicas=1, gpus=gpus, random=True, inference={"vllm": vllm},
+                 trainer=trainer, **update) as made:  # fmt: skip
+            try:
+                return asyncio.run(measure(made, options.transports, options.updates))
+            except BaseException:
+                print((made.paths.root / "inference-0.log").read_text()[-6000:], flush=True)
+                raise
+
+
+def run_delta(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each share of changed elements, of which bfloat16 takes one step up or down."""
+    rng = np.random.default_rng(0)
+    old = (torch.randn(options.mib * 2**19) * 0.02).to(torch.bfloat16).view(torch.int16).numpy()
+    rows = []
+    for share in options.shares:
+        new = old + (rng.random(len(old)) < share) * rng.choice(np.array([-1, 1], np.int16), len(old))
+        before, after = old.view(np.uint8).copy(), new.astype(np.int16).view(np.uint8)
+        begin = time.perf_counter()
+        changes = delta.encode(before, after)
+        encoded = time.perf_counter()
+        delta.apply(before, changes)
+        rows.append({"share": share, "bytes": len(changes) / old.nbytes, "encode_s": encoded - begin,
+                     "apply_s": time.perf_counter() - encoded, "exact": bool((before == after).all())})  # fmt: skip
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["updates", "delta"])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--transports", nargs="+", default=["filesystem", "nccl"])
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--engine-gpu", type=int, default=0)
+    parser.add_argument("--trainer-gpu", type=int, default=0)
+    parser.add_argument("--directory", default=None, help="where versions are written; the system's folder by default")
+    parser.add_argument("--mib", type=int, default=64, help="delta: size of the file")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.1], help="delta: elements that change")
+    parser.add_argument("--out", type=Path, help="file for the rows, as JSON")
+    options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(options.trainer_gpu)  # of this process; the engine has its own
+    rows = run_updates(options) if options.what == "updates" else run_delta(options)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
