@@ -73,3 +73,36 @@ def assert_near(actual: Tensor, expected: Tensor, what: str = "") -> None:
     """Within 1e-5 of the largest expected value."""
     scale = expected.detach().abs().max().item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * scale, msg=lambda text: f"{what} {text}")
+
+
+class PlainKernel:
+    """A `VarlenKernel` for any device: all probabilities written out, and its gradient by hand."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        output = torch.einsum("hqk,khd->qhd", _probabilities(q, k, bounds, scale), _spread(v, q))
+        return output.contiguous(), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, longest: int, scale: float
+    ) -> tuple[Tensor, ...]:
+        q, k, v, output, _ = saved
+        probs = _probabilities(q, k, bounds, scale)
+        by_score = probs * (torch.einsum("qhd,khd->hqk", grad, _spread(v, q)) - (grad * output).sum(-1).T[..., None])
+        by_query = torch.einsum("hqk,khd->qhd", by_score, _spread(k, q)) * scale
+        by_key, by_value = torch.einsum("hqk,qhd->khd", by_score, q) * scale, torch.einsum("hqk,qhd->khd", probs, grad)
+        by_key, by_value = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (by_key, by_value))
+        return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
+
+
+def _probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    """[heads, n, n]."""
+    document = torch.repeat_interleave(bounds.diff())
+    visible = (document[:, None] == document) & torch.ones(len(q), len(q)).tril().bool()
+    scores = torch.einsum("qhd,khd->hqk", q, _spread(k, q)) * scale
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def _spread(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)

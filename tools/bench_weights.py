@@ -48,6 +48,7 @@ def make_model(directory: Path, shape: str) -> Path:
 async def measure(made: Rig, transports: list[str], updates: int) -> list[dict[str, Any]]:
     """A row for each transport: medians over `updates` versions."""
     fleet, rows = made.connect(), []
+    print("the engine is ready", time.strftime("%X"), flush=True)
     nbytes = sum(p.numel() for p in made.policy.parameters()) * 2
     token = made.roles["orchestrator-0"].secrets.token
     with Load(fleet, token, PROMPT, clients=8, temperature=1.0, ignore_eos=True, max_tokens=48) as load:

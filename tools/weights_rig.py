@@ -102,12 +102,17 @@ class Rig:
         return PolicyVersion(0, self.step)
 
     async def update(self, fleet: Fleet, version: PolicyVersion) -> UpdateTimes:
-        """Publish `version` while the fleet follows, as the two roles do."""
+        """Publish `version` while the fleet follows, as the two roles do.
+
+        Raises:
+            TimeoutError: no engine serves for longer than an update may take.
+        """
         publishing = asyncio.create_task(asyncio.to_thread(self.writer.publish, version))
         directory = self.paths.weights_version(str(version))
         while not directory.exists():
             await asyncio.sleep(0.005)
-        times = await fleet.update(version, directory)
+        async with asyncio.timeout(2 * self.roles["orchestrator-0"].config.update.timeout_s):
+            times = await fleet.update(version, directory)
         await publishing
         return times
 
@@ -167,7 +172,7 @@ def _make_plan(root: Path, model: Path, replicas: int, gpus: tuple[int, int] | N
                trainer: dict[str, Any], update: dict[str, Any]) -> RunPlan:  # fmt: skip
     engine_gpus, trainer_gpus = ([gpus[0]], [gpus[1]]) if gpus else ([], [])
     overrides = {
-        "seq_len": 64, "model": {"path": str(model)}, "update": {"timeout_s": 120, "stall_s": 30, **update},
+        "seq_len": 64, "model": {"path": str(model)}, "update": {"timeout_s": 60, "stall_s": 30, **update},
         "trainer": {"device": "cuda" if gpus else "cpu", "threads": 1, **trainer},
         "inference": {"replicas": replicas, "start_timeout_s": START_S, **inference},
     }  # fmt: skip
@@ -224,7 +229,11 @@ class Load:
                 self._ask_once(client, f"{session}.{i}")
 
     def _ask_once(self, client: httpx.Client, session: str) -> None:
-        reply = client.post("/inference/v1/generate", json=self._body, headers={"X-Session-ID": session})
+        try:
+            reply = client.post("/inference/v1/generate", json=self._body, headers={"X-Session-ID": session})
+        except httpx.HTTPError as error:
+            self.failed.append(repr(error))
+            return
         if reply.status_code != 200:
             self.failed.append(reply.text)
             return

@@ -10,10 +10,16 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([v for v in visible.split(",") if v.strip()])
+    return len(list_gpus())
+
+
+def list_gpus() -> list[str]:
+    """Names of all GPUs of this machine, as nvidia-smi lists them."""
     if not shutil.which("nvidia-smi"):
-        return 0
+        return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
 def visible_devices(indices: list[int]) -> str:

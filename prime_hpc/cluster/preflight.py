@@ -1,86 +1,100 @@
-"""Is a node fit for a run? One task on every node of a step:
+"""Are these nodes fit for a run? One task on every node of a step:
 
     srun --ntasks-per-node=1 ... python -m prime_hpc.cluster.preflight FOLDER --gpus 8
 
-Each says in one line what it found; the exit code is 1 where something is missing.
+The first task prints what every node found as one table, and a verdict with the nodes to leave out; the exit code is 1
+where something is missing.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import platform
-import shutil
-import socket
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.cluster.files import list_fresh, write_json
-from prime_hpc.cluster.gpus import count_gpus
+from rich.console import Console
+from rich.table import Table
 
-POLL_S = 0.2
-GIB = 2**30
-HERE, MET = ".here", ".met"
-"""Suffixes of the files of a node that is there, and of one that has seen all others."""
+from prime_hpc.cluster.checks.cache import inspect_model
+from prime_hpc.cluster.checks.fabric import inspect_fabric
+from prime_hpc.cluster.checks.filesystem import PROBE_BYTES, inspect_room, inspect_speed
+from prime_hpc.cluster.checks.finding import Finding
+from prime_hpc.cluster.checks.gpus import inspect_gpus
+from prime_hpc.cluster.checks.meeting import Meeting, Report, node_name
+from prime_hpc.cluster.checks.network import inspect_ports
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What every node must have: GPUs, importable modules, free space, and a folder that all `nodes` see."""
+    """What every node must have; see `--help`."""
 
     folder: Path
     nodes: int
     gpus: int
     modules: list[str]
+    models: list[Path]
+    ports: list[int]
     free_gib: float
+    disk_gb_s: float
+    fabric_gb_s: float | None
+    skew_s: float
     timeout_s: float
+    probe_mib: int
+    quick: bool
 
 
-def inspect_node(wanted: Wanted, step: str) -> tuple[str, list[str]]:
-    """What this node has, in a sentence, and what it lacks. `step` names the step, so that no two mix their files."""
+def inspect_node(wanted: Wanted, meeting: Meeting, node: int) -> list[Finding]:
+    """Every check on this node, which is the `node`-th of the step, counted from 0."""
     if not wanted.folder.is_dir():
-        return f"Python {platform.python_version()}", [f"no folder {wanted.folder}"]
-    gpus, free = count_gpus(), shutil.disk_usage(wanted.folder).free / GIB
-    seen, seconds = _meet(wanted.folder / f".preflight_{step}", wanted.nodes, wanted.timeout_s)
-    lacks = [f"{gpus} of {wanted.gpus} GPUs"] if gpus < wanted.gpus else []
-    lacks += [f"no module {name}" for name in wanted.modules if importlib.util.find_spec(name) is None]
-    lacks += [f"{free:.0f} of {wanted.free_gib:.0f} GiB free in {wanted.folder}"] if free < wanted.free_gib else []
-    lacks += [f"{seen} of {wanted.nodes} nodes write to the same {wanted.folder}"] if seen < wanted.nodes else []
-    has = f"Python {platform.python_version()}, {gpus} GPUs, {free:.0f} GiB free, {seen} nodes met in {seconds:.1f} s"
-    return has, lacks
+        return [Finding("shared folder", False, f"no folder {wanted.folder}")]
+    findings = [*meeting.attend(wanted.skew_s), inspect_gpus(wanted.gpus, in_use=wanted.quick),
+                _modules(wanted.modules), inspect_room(wanted.folder, wanted.free_gib)]  # fmt: skip
+    if wanted.quick:
+        return findings
+    findings += [inspect_speed(wanted.folder, wanted.disk_gb_s, wanted.probe_mib * 2**20), inspect_ports(wanted.ports),
+                 *map(inspect_model, wanted.models)]  # fmt: skip
+    if wanted.fabric_gb_s is not None and all(finding.fit for finding in findings):
+        findings.append(inspect_fabric(meeting.folder, node, wanted.nodes, wanted.gpus, wanted.fabric_gb_s))
+    return findings
 
 
-def node_name() -> str:
-    """The node's name, as Slurm has it where it runs this task."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+def render(reports: list[Report]) -> Table:
+    """A row a node, a column a check."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    checks = list(dict.fromkeys(finding.check for report in reports for finding in report.findings))
+    for column in ("node", *checks):
+        table.add_column(column, overflow="fold")
+    for report in reports:
+        found = {finding.check: finding for finding in report.findings}
+        table.add_row(report.host, *(_cell(found.get(check)) for check in checks))
+    return table
 
 
-def _meet(folder: Path, nodes: int, timeout_s: float) -> tuple[int, float]:
-    """Leave a file in `folder` and wait for those of the other nodes; how many there were, after how many seconds.
-
-    Whoever sees that all have seen all removes the folder; one that gives up takes its own file back.
-    """
-    begin, mine = time.monotonic(), folder / f"{node_name()}{HERE}"
-    write_json(mine, {"pid": os.getpid()})
-    while (seen := _count(folder, HERE)) < nodes and time.monotonic() - begin < timeout_s:
-        time.sleep(POLL_S)
-    seconds = time.monotonic() - begin
-    if seen < nodes:
-        mine.unlink()
-        with contextlib.suppress(OSError):  # others are still there
-            folder.rmdir()
-        return seen, seconds
-    write_json(mine.with_suffix(MET), {"seconds": seconds})
-    if _count(folder, MET) >= nodes:
-        shutil.rmtree(folder, ignore_errors=True)
-    return seen, seconds
+def verdict(reports: list[Report], nodes: int) -> str:
+    """`fit`, or which nodes are not and why."""
+    unfit = {r.host: [f"{f.check}: {f.words}" for f in r.findings if not f.fit] for r in reports}
+    lines = [f"  {host}: {'; '.join(faults)}" for host, faults in unfit.items() if faults]
+    if len(reports) < nodes:
+        lines.append(f"  {nodes - len(reports)} nodes handed in no report")
+    if not lines:
+        return f"verdict: all {nodes} nodes are fit"
+    bad = ",".join(host for host, faults in unfit.items() if faults)
+    return "\n".join(["verdict: not fit" + (f"; leave out with --exclude={bad}" if bad else ""), *lines])
 
 
-def _count(folder: Path, suffix: str) -> int:
-    return sum(name.endswith(suffix) and not name.startswith(".") for name in list_fresh(folder))
+def _cell(finding: Finding | None) -> str:
+    if finding is None:
+        return "-"
+    return finding.words if finding.fit else f"UNFIT {finding.words}"
+
+
+def _modules(names: list[str]) -> Finding:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    words = f"no module {', '.join(missing)}" if missing else f"Python {platform.python_version()}"
+    return Finding("packages", not missing, words)
 
 
 def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
@@ -90,18 +104,53 @@ def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that every node must have")
     parser.add_argument("--nodes", type=int, default=int(environment.get("SLURM_STEP_NUM_NODES", 1)))
     parser.add_argument("--module", action="append", default=[], help="a Python module that must be installed")
+    parser.add_argument("--model", action="append", type=Path, default=[], help="a model that must be there as a whole")
+    parser.add_argument("--port", action="append", type=int, default=[], help="a port that must be free")
     parser.add_argument("--free-gib", type=float, default=1.0, help="space that FOLDER must have")
+    parser.add_argument("--disk-gb-s", type=float, default=0.0, help="GB/s to and from FOLDER, for each node")
+    parser.add_argument("--fabric-gb-s", type=float, help="GB/s between GPUs; not measured when left out")
+    parser.add_argument("--skew-s", type=float, default=2.0, help="how far apart clocks may be")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long nodes wait for each other's files")
+    parser.add_argument(
+        "--probe-mib", type=int, default=PROBE_BYTES // 2**20, help="size of the file of the speed test"
+    )
+    parser.add_argument("--quick", action="store_true", help="only what costs nothing, beside processes of a run")
     found = parser.parse_args(words)
-    return Wanted(found.folder, found.nodes, found.gpus, found.module, found.free_gib, found.timeout_s)
+    return Wanted(
+        folder=found.folder,
+        nodes=found.nodes,
+        gpus=found.gpus,
+        modules=found.module,
+        models=found.model,
+        ports=found.port,
+        free_gib=found.free_gib,
+        disk_gb_s=found.disk_gb_s,
+        fabric_gb_s=found.fabric_gb_s,
+        skew_s=found.skew_s,
+        timeout_s=found.timeout_s,
+        probe_mib=found.probe_mib,
+        quick=found.quick,
+    )
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> int:
+    """Exit code of the command: of the first task for all nodes, of the others for their own."""
+    wanted = parse_arguments(sys.argv[1:] if words is None else words, os.environ)
     step = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    has, lacks = inspect_node(parse_arguments(sys.argv[1:], os.environ), step)
-    print(f"{node_name()}: {has}: {'; '.join(lacks) or 'fit'}", flush=True)
-    sys.exit(1 if lacks else 0)
+    node = int(os.environ.get("SLURM_NODEID", 0))
+    meeting = Meeting(wanted.folder / f".preflight_{step}", wanted.nodes, wanted.timeout_s)
+    findings = inspect_node(wanted, meeting, node)
+    reports = [Report(node_name(), findings)]
+    if wanted.folder.is_dir():
+        meeting.report(findings)
+        if node:
+            return 0 if all(finding.fit for finding in findings) else 1
+        reports = meeting.reports()
+        meeting.end()
+    Console(width=200).print(render(reports))
+    print(verdict(reports, wanted.nodes), flush=True)
+    return 0 if len(reports) == wanted.nodes and all(f.fit for r in reports for f in r.findings) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,9 @@
 """Show how far a run is and what its components do.
 
     python -m prime_hpc.status RUN [--watch] [--json]
+    python -m prime_hpc.status RUN --ledger
+
+The ledger is what the run has cost over all its attempts, and what would make its steps shorter.
 
 Exit code 0, or 2 where there is no such run.
 """
@@ -16,7 +19,10 @@ from rich.live import Live
 from rich.table import Table
 
 from prime_hpc.commands import cli
+from prime_hpc.commands.ledger import render_ledger
 from prime_hpc.launchers.startup import describe
+from prime_hpc.observe.advisor import advise
+from prime_hpc.observe.ledger import read_ledger
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import ProcessStatus, RunStatus, WaitStatus, take_status
 
@@ -28,11 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = cli.parser(__doc__)
     parser.add_argument("--watch", action="store_true", help="show it anew every two seconds while the run works")
     parser.add_argument("--json", action="store_true", help="every process, as JSON")
+    parser.add_argument(
+        "--ledger", action="store_true", help="waits, starts, recoveries, idle time, node-hours, advice"
+    )
     args = parser.parse_args(arguments)
 
     def show() -> int:
         if args.watch:
             return watch(args.run)
+        if args.ledger:
+            Console().print(
+                render_ledger(read_ledger(args.run, time.time()), advise(args.run, read_run(args.run).plan))
+            )
+            return 0
         status = take_status(read_run(args.run))
         if args.json:
             print(msgspec.json.format(msgspec.json.encode(status)).decode())

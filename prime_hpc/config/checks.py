@@ -33,9 +33,10 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
         "serve": (_engines,),
+        "bench": (_bench,),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [_model, _optimizer, _lora, *by_mode[config.mode], *slurm]
+    checks = [_model, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -55,6 +56,10 @@ def _may_lack(config: RunConfig) -> list[Path]:
 
 
 def _model(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.model.shape:
+        if config.mode != "bench":
+            yield ConfigProblem("model.shape", "{...}", "to be left out: only mode=bench runs without weights")
+        return
     path, absent = Path(config.model.path), [path.name for path in _may_lack(config)]
     if not config.model.path or not (path.is_dir() or "config.json" in absent):
         yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
@@ -64,9 +69,9 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
     limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
-    if limit and config.seq_len > limit:
+    if limit and config.seq_len > limit and config.mode != "bench":
         yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
-    if "tokenizer_config.json" not in absent:
+    if "tokenizer_config.json" not in absent and config.mode != "bench":
         yield from _tokenizer(config)
 
 
@@ -132,6 +137,10 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.pause.max_s >= config.trainer.batch_timeout_s:
         yield ConfigProblem("pause.max_s", config.pause.max_s,
                             f"less than trainer.batch_timeout_s = {config.trainer.batch_timeout_s:.0f}")  # fmt: skip
+    yield from _rows(config)
+
+
+def _rows(config: RunConfig) -> Iterator[ConfigProblem]:
     row = config.trainer.micro_batch_tokens
     if row is not None and row < config.seq_len:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
@@ -247,6 +256,10 @@ def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in config.inference.vllm:
             yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
                                 "to be left out: an engine listens where the system has a free port")  # fmt: skip
+    limit = config.inference.vllm.get("max_model_len")
+    if isinstance(limit, int) and limit < config.seq_len:
+        yield ConfigProblem("inference.vllm.max_model_len", limit,
+                            f"at least seq_len = {config.seq_len}, or engines cut rollouts short")  # fmt: skip
 
 
 def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -265,6 +278,22 @@ def _replay(config: RunConfig) -> Iterator[ConfigProblem]:
     rollouts = config.trainer.replay.rollouts
     if not rollouts or not Path(rollouts).is_dir():
         yield ConfigProblem("trainer.replay.rollouts", rollouts, "the `rollouts` folder of a run")
+
+
+def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:
+    if not config.trainer.fp8:
+        return
+    if config.trainer.dtype != "bfloat16":
+        yield ConfigProblem("trainer.fp8", True, f"false, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
+    if config.lora.on:
+        yield ConfigProblem("trainer.fp8", True, "false with adapters, whose base is not trained")
+
+
+def _bench(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.trainer.bench.warmup >= config.max_steps:
+        yield ConfigProblem("trainer.bench.warmup", config.trainer.bench.warmup,
+                            f"less than max_steps = {config.max_steps}, which counts warm-up steps too")  # fmt: skip
+    yield from _rows(config)
 
 
 def source_name(source: SourceConfig) -> str:

@@ -48,6 +48,8 @@ class AllocationConfig:
     """Features that nodes must have, e.g. `h200`."""
     gpus_per_node: NonNegative | None = None
     """GPUs of a node. On this machine they are found out; under Slurm they must be given, 0 for none."""
+    gpu: str | None = None
+    """Name of the GPUs, e.g. `H200`, for estimates of memory and time; by default that in `gres` or `constraint`."""
     gres: str | None = None
     """`gpu` or `gpu:TYPE`, where GPUs are asked for by --gres and not by --gpus-per-node; the count is added."""
     cpus: Positive | None = None

@@ -109,6 +109,7 @@ def _is_value(argument: str) -> bool:
 
 
 def _nested(overrides: list[str]) -> dict[str, Any]:
+    """The keys that overrides set; below one that was set as a whole there is nothing to tell apart."""
     values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(overrides):
         if override.key_or_group in GROUPS:
@@ -117,7 +118,10 @@ def _nested(overrides: list[str]) -> dict[str, Any]:
         *parents, leaf = override.key_or_group.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = True
+            if node is True:
+                break
+        else:
+            node[leaf] = True
     return values
 
 

@@ -34,9 +34,10 @@ class RunConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    mode: Literal["rl", "sft", "sample", "replay", "serve"] = "rl"
+    mode: Literal["rl", "sft", "sample", "replay", "serve", "bench"] = "rl"
     """rl: sample, score and train at once. sft: train on rows of messages. sample: rl without a trainer, so `max_steps`
-    batches of the base model. replay: train on what another run recorded. serve: engines only."""
+    batches of the base model. replay: train on what another run recorded. serve: engines only. bench: time the trainer
+    on made-up batches and random weights."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0

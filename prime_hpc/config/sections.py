@@ -1,7 +1,7 @@
 """Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -34,6 +34,8 @@ class ModelConfig:
 
     path: str = ""
     """Directory in Hugging Face layout (config.json, safetensors, tokenizer)."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """mode=bench: the contents of a config.json in place of `path`, such as `model=qwen3_1.7b` gives."""
     tokenizer: str | None = None
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
@@ -136,6 +138,8 @@ class LauncherConfig:
     """dry_run: the launcher whose plan is made."""
     submit: bool = True
     """Under Slurm: submit a job. false runs in the allocation around this process, for batch scripts of your own."""
+    slot: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")] | None = None
+    """Under Slurm: jobs of one slot run one after the other, whichever runs they belong to. Sweeps set it."""
     live: bool = True
     """Show a live view on a terminal; plain lines otherwise."""
     stop_grace_s: Seconds = 10.0

@@ -32,6 +32,7 @@ def components_of(config: RunConfig) -> list[str]:
         "replay": ("trainer",),
         "sample": ("orchestrator", "inference"),
         "serve": ("inference",),
+        "bench": ("trainer",),
     }
     return [name for name in COMPONENTS if name in present[config.mode]]
 

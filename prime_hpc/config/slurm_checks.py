@@ -10,6 +10,7 @@ from prime_hpc.errors import ConfigProblem
 
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>[0-5]?\d))?(?::(?P<third>[0-5]?\d))?")
 MEMORY = re.compile(r"\d+[KMGT]?")
+MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 GRES = re.compile(r"gpu(:[A-Za-z][\w.-]*)?")
 OWN_OPTIONS = {
     "account": "account", "constraint": "constraint", "cpus-per-task": "cpus", "gpus-per-node": "gpus_per_node",
@@ -52,6 +53,12 @@ def parse_time(text: str) -> int | None:
     if match["days"] is None and match["third"] is None:
         return first * 60 + second
     return int(match["days"] or 0) * 86400 + first * 3600 + second * 60 + third
+
+
+def mebibytes(memory: str) -> float:
+    """MiB of an amount as Slurm writes it: a number with K, M, G or T, of MiB without."""
+    unit = memory[-1] if memory[-1] in MEBIBYTES else "M"
+    return float(memory.rstrip("KMGT")) * MEBIBYTES[unit]
 
 
 def _time(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -55,6 +55,20 @@ class ReplayConfig:
 
 
 @dataclass(kw_only=True)
+class BenchConfig:
+    """The trainer alone (`mode: bench`) on made-up samples of at most `seq_len` tokens, and with random weights."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    rows: Positive = 1
+    """Packed rows a step and rank."""
+    warmup: NonNegative = 3
+    """First steps that no figure counts: compilation, allocation, choice of kernels."""
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the logarithm of lengths, whose median is half of `seq_len`; at 0 all are of `seq_len`."""
+
+
+@dataclass(kw_only=True)
 class ParallelConfig:
     """How the ranks divide model and batch; every degree that is left out follows from the others."""
 
@@ -100,8 +114,19 @@ class TrainerConfig:
     """Tokens of one packed row; seq_len when left out."""
     head_chunk_tokens: Positive = 1024
     """Tokens whose logits exist at once; full logits never do."""
-    activation_checkpointing: bool = False
-    """Recompute every block in the backward pass."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes anew of every block: nothing, all but matrix products and attention, or all."""
+    activation_offload: NonNegative = 0
+    """Move kept activations to host memory, this many on their way at once; 0 leaves them on the GPU."""
+    optimizer_offload: bool = False
+    """Keep optimiser states in host memory between steps."""
+    reshard_after_forward: bool | None = None
+    """Free a block's gathered weights until its backward pass; by default unless there is one rank only."""
+    gather_once: bool = False
+    """Gather weights and reduce gradients once a step rather than for every micro-batch, with both whole on every rank
+    meanwhile: 6 bytes a parameter."""
+    fp8: bool = False
+    """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself); needs Hopper or newer."""
     compile: bool = False
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
@@ -120,5 +145,7 @@ class TrainerConfig:
     """mode=sft."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """mode=replay."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    """mode=bench."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""

@@ -15,6 +15,7 @@ from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
 from prime_hpc.cluster.stopping import StoppingMarks
+from prime_hpc.cluster.striping import spread
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
@@ -91,6 +92,8 @@ class RunStart:
                           paths.weights):  # fmt: skip
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
+        for directory in (paths.checkpoints, paths.weights):
+            spread(directory)
         if config_too:
             self.write_dry()
         else:

@@ -7,6 +7,7 @@ from rich.console import Console
 from prime_hpc.config.checks import find_unchecked
 from prime_hpc.launchers.local import run_local
 from prime_hpc.launchers.prepare import RunStart
+from prime_hpc.launchers.preview import check_site, show_estimates, show_start
 from prime_hpc.launchers.slurm.allocation import check_allocation
 from prime_hpc.launchers.slurm.batch import run_job
 from prime_hpc.launchers.slurm.executor import adopt, submit
@@ -18,6 +19,8 @@ def launch_plan(start: RunStart) -> int:
     """Run the plan of `start` under its launcher, or submit it, and return the exit code."""
     console = Console()
     launcher = start.config.launcher
+    if launcher.on_slurm and (launcher.submit or launcher.name == "dry_run"):
+        check_site(start.plan)
     if launcher.name == "dry_run":
         return _write_only(start, console)
     if launcher.on_slurm and not launcher.submit:
@@ -34,17 +37,24 @@ def launch_plan(start: RunStart) -> int:
 def _write_only(start: RunStart, console: Console) -> int:
     """Show the plan and write it down, except where a run of that name exists: its processes read those files."""
     if start.plan.attempt > 1:
-        console.print(render(start.plan))
+        _show(start, console)
         console.print(f"\n{start.paths.root} exists, so nothing was written; nothing was started")
         return 0
     start.write_dry()
     scripts = write_scripts(start.plan) if start.config.launcher.on_slurm else []
-    console.print(render(start.plan))
+    _show(start, console)
     for sentence in find_unchecked(start.config):
         console.print(f"\nnot checked: {sentence}", soft_wrap=True)
     *most, last = [start.paths.config, start.paths.plan, *scripts]
     console.print(f"\nwrote {', '.join(map(str, most))} and {last}; nothing was started")
     return 0
+
+
+def _show(start: RunStart, console: Console) -> None:
+    console.print(render(start.plan))
+    show_estimates(start, console)
+    if start.config.launcher.on_slurm:
+        show_start(start.plan, console)
 
 
 def _submit(start: RunStart, console: Console) -> int:

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.models import varlen
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """(query, key, value, bounds of the documents, longest document, scale) to output."""
 SDPA = "sdpa"
 
@@ -64,7 +64,8 @@ class VarlenAttention:
 
     def __init__(self, seq_lens: list[int], device: torch.device, kernel: Kernel):
         self._bounds = torch.tensor([0, *seq_lens]).cumsum(0).to(device, torch.int32)
-        self._longest = max(seq_lens)
+        torch._dynamo.maybe_mark_dynamic(self._bounds, 0)
+        self._longest = torch.tensor(max(seq_lens))
         self._kernel = kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -160,25 +161,25 @@ def _load_kernel(name: str) -> Kernel:
     return _VARLEN[name].load()
 
 
-def _torch_kernel() -> Kernel:
-    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-        # torch 2.11 wants as many key heads as query heads
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return _first(
-            varlen_attn(q.contiguous(), k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
-        )
+def _packed_kernel(name: str) -> Kernel:
+    """A kernel of ours by its name: part of compiled graphs."""
+    varlen.load(name)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: Tensor, scale: float) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return varlen.packed_attention(q, k, v, bounds, longest, scale, name)[0]
 
     return attend
 
 
 def _flash_kernel(module: str) -> Kernel:
-    """Versions 2, 3 and 4 agree on these keywords; some also return the log-normaliser."""
+    """Versions 2 and 3 agree on these keywords; some also return the log-normaliser."""
     function: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
 
-    @torch.compiler.disable  # version 4 compiles its kernels by itself
-    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-        return _first(function(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
-                               max_seqlen_k=longest, softmax_scale=scale, causal=True))  # fmt: skip
+    @torch.compiler.disable
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: Tensor, scale: float) -> Tensor:
+        return _first(function(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=int(longest),
+                               max_seqlen_k=int(longest), softmax_scale=scale, causal=True))  # fmt: skip
 
     return attend
 
@@ -196,10 +197,14 @@ def _flash(module: str, *majors: int) -> _Varlen:
     return _Varlen(module, majors, lambda: _flash_kernel(module))
 
 
+def _packed(name: str, module: str, *majors: int) -> _Varlen:
+    return _Varlen(module, majors, lambda: _packed_kernel(name))
+
+
 _VARLEN = {
     "flash_attention_3": _flash("flash_attn_interface", 9),
-    "flash_attention_4": _flash("flash_attn.cute", 9, 10, 11),
+    "flash_attention_4": _packed("flash_attention_4", "flash_attn.cute", 9, 10, 11),
     "flash_attention_2": _flash("flash_attn.flash_attn_interface", 8, 9, 10, 12),
-    "varlen": _Varlen("torch.nn.attention.varlen", (8, 9, 10, 12), _torch_kernel),
+    "varlen": _packed("varlen", "torch", 8, 9, 10, 12),
 }
 """From fastest to slowest where several run on a device. Version 3 is written for Hopper and leads there."""

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 from math import gcd
-from pathlib import Path
 
-from prime_hpc.config.checks import read_json
+from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks, trainer_size
 from prime_hpc.errors import ConfigProblem, ConfigurationError
@@ -102,7 +101,7 @@ class _Model:
     def of(cls, config: RunConfig) -> "_Model":
         lora = config.lora
         experts_adapted = lora.on and "experts" in lora.targets
-        hf_config: HFConfig | None = read_json(Path(config.model.path) / "config.json")
+        hf_config: HFConfig | None = hf_config_of(config.model)
         if hf_config is None:
             return cls(None, True, True, lora.on, experts_adapted)
         native = families.choose_implementation(config, hf_config) == "native"

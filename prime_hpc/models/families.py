@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_hpc.config.json_files import read_json
+from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 from prime_hpc.models.spec import HFConfig
@@ -70,7 +69,7 @@ def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[Confi
 def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
     """Why `model.impl=native` cannot run, or what it alone can do is asked of another. A directory without a model is
     another check's problem."""
-    hf_config = read_json(Path(config.model.path) / "config.json")
+    hf_config = hf_config_of(config.model)
     obstacle = find_obstacle(hf_config) if hf_config else None
     problems = []
     if hf_config and choose_implementation(config, hf_config) == "hf":

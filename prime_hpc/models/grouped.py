@@ -33,7 +33,7 @@ class Dispatch:
 
     def gather(self, rows: Tensor, weights: Tensor) -> Tensor:
         """[n * k, h] sorted by expert to [n, h]: the sum over a token's experts, weighted by [n, k], in float32."""
-        pairs = rows.index_select(0, self.inverse).unflatten(0, weights.shape)
+        pairs = _Unsort.apply(rows, self.order, self.inverse).unflatten(0, weights.shape)
         return (pairs * weights[..., None]).sum(1).to(rows.dtype)
 
 
@@ -51,6 +51,20 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Sorted rows in the order of their pairs. As places are unique, its backward pass is a selection too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order), None, None
 
 
 def count_tokens(chosen: Tensor, experts: int) -> Tensor:

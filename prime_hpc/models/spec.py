@@ -82,6 +82,51 @@ def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
     return text["num_hidden_layers"] * values * dtype_bytes
 
 
+def root_params(hf_config: HFConfig) -> int:
+    """Parameters outside the layers: embedding, LM head where it is its own, and the last norm."""
+    return _outside(_text(hf_config))
+
+
+def expert_params(hf_config: HFConfig) -> int:
+    """Parameters of all routed experts."""
+    return sum(layer.experts for layer in _layers(_text(hf_config)))
+
+
+def largest_layer(hf_config: HFConfig) -> int:
+    """Parameters of the largest decoder layer, all experts counted."""
+    return max(layer.shared + layer.experts + layer.vectors for layer in _layers(_text(hf_config)))
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Channels of one token inside a decoder layer.
+
+    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them.
+    `feed_forward` is that of the gate, summed over the experts that a token meets, of which `routed` are routed ones.
+    """
+
+    hidden: int
+    query: int
+    key: int
+    value: int
+    out: int
+    latent: int
+    norms_heads: bool
+    feed_forward: int
+    routed: int
+
+
+def layer_widths(hf_config: HFConfig) -> list[Widths]:
+    """Widths of each decoder layer, in order."""
+    text = _text(hf_config)
+    return [_widths(text, i) for i in range(text["num_hidden_layers"])]
+
+
+def vocabulary(hf_config: HFConfig) -> int:
+    """Rows of the LM head."""
+    return _text(hf_config)["vocab_size"]
+
+
 @dataclass(frozen=True)
 class Divisions:
     """Sizes of a model that parallelism divides. `widths` are those of its dense and shared MLPs."""
@@ -187,6 +232,28 @@ def _outside(text: HFConfig) -> int:
 
 def _gated(text: HFConfig, width: int) -> int:
     return 3 * text["hidden_size"] * width
+
+
+def _widths(text: HFConfig, layer: int) -> Widths:
+    heads, (query, value), latent = text["num_attention_heads"], _head_dims(text), text.get("kv_lora_rank") or 0
+    kv_heads = heads if latent else _kv_heads(text)
+    kind, experts = text.get("model_type"), _num_experts(text)
+    feed_forward, routed = text["intermediate_size"], 0
+    if experts and _is_sparse(text, layer):
+        width = text.get("moe_intermediate_size") or text["intermediate_size"]
+        routed = text["num_experts_per_tok"]
+        feed_forward = routed * width + _shared_experts(text, width) // (3 * text["hidden_size"])
+    return Widths(
+        hidden=text["hidden_size"],
+        query=heads * query,
+        key=kv_heads * query,
+        value=kv_heads * value,
+        out=heads * value,
+        latent=latent and latent + text["qk_rope_head_dim"] + (text.get("q_lora_rank") or 0),
+        norms_heads=kind in _HEAD_NORMS or (kind == "glm4_moe" and bool(text.get("use_qk_norm"))),
+        feed_forward=feed_forward,
+        routed=routed,
+    )
 
 
 def _num_experts(text: HFConfig) -> int:

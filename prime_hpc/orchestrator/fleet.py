@@ -251,7 +251,7 @@ class Fleet:
             try:
                 answer = await self._post(engine, "load", _request(engine, target))
             finally:
-                state = await self._post(engine, "resume", {})
+                state = await self._post(engine, "resume", {}, timeout_s=update.stall_s)
         difference = await self._check_canary(engine, target)
         return UpdateTimes(answer["seconds"], state["pause_s"], prepare_s, difference)
 

@@ -10,7 +10,7 @@ from prime_hpc.config.checks import source_name
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
-from prime_hpc.config.sizes import engine_models
+from prime_hpc.config.sizes import components_of, engine_models
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 from prime_hpc.plan.transport import check_transport
@@ -84,9 +84,9 @@ def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]
     if config.mode in ("rl", "sample"):
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
-    if config.mode in ("rl", "sample", "serve"):
+    if "inference" in components_of(config):
         yield from _inference(config, placement)
-    if config.mode not in ("sample", "serve"):
+    if "trainer" in components_of(config):
         yield from _trainer(config, placement)
 
 

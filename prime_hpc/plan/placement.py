@@ -56,12 +56,13 @@ def place_gpus(config: RunConfig, gpus: int) -> tuple[list[list[int]], list[list
     Engines come first, ranks after them or, shared, beside them.
     """
     replicas, processes = len(engine_models(config)), trainer_ranks(config)
-    ranks = 0 if config.trainer.device == "cpu" or config.mode in ("sample", "serve") else processes
+    present = components_of(config)
+    ranks = processes if "trainer" in present and config.trainer.device != "cpu" else 0
     if gpus == 0:
         _refuse_cuda(config)
         return [[]] * replicas, [[]] * processes
     per_replica = gpus_per_replica(config)
-    engines = 0 if config.mode in ("sft", "replay") else replicas * per_replica
+    engines = replicas * per_replica if "inference" in present else 0
     shared = config.trainer.share_gpu
     if shared is None:
         shared = engines + ranks > gpus

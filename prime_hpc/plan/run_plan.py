@@ -98,6 +98,13 @@ class RunPlan(msgspec.Struct, kw_only=True):
         name = "orchestrator" if process.component == "environment" else process.component
         return next(g for g in self.groups if g.name == name)
 
+    @property
+    def held_gpus(self) -> int:
+        """GPUs that the run holds: on Slurm those of all its nodes, spares too; on this machine those in use."""
+        if not self.typed_config().launcher.on_slurm:
+            return len({gpu for process in self.processes for gpu in process.gpus})
+        return sum(max(g.gpus for g in self.groups if g.first <= node < g.end) for node in range(self.nodes))
+
     def host(self, process: ProcessPlan) -> int:
         """The number of its node among all nodes of the run."""
         return self.group(process).first + process.node

@@ -32,8 +32,7 @@ def _group_table(plan: RunPlan) -> Table:
     for group in plan.groups:
         numbers = _span(group.first, group.nodes + group.spare)
         table.add_row(group.name, str(group.nodes), str(group.spare or "-"), str(group.gpus or "-"), numbers)
-    gpus = sum(max(g.gpus for g in plan.groups if g.first <= n < g.end) for n in range(plan.nodes))
-    table.add_row("in all", str(plan.nodes), "", f"{gpus} together" if gpus else "-", "")
+    table.add_row("in all", str(plan.nodes), "", f"{plan.held_gpus} together" if plan.held_gpus else "-", "")
     return table
 
 

@@ -1,9 +1,13 @@
 """Log-probabilities and entropy straight from hidden states; the full logits never exist."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Differentiate = Callable[..., Tensor]
 
 
 def score_tokens(
@@ -19,48 +23,76 @@ def score_tokens(
         chunk: rows of logits that exist at once.
 
     Returns:
-        float32[m] log-probabilities, differentiable in `hidden` and `weight`, and float32[m] entropies in nats,
-        without gradient.
+        float32[m] log-probabilities and float32[m] entropies in nats, both differentiable in `hidden` and `weight`.
     """
     return _Scores.apply(hidden, weight, targets, temperatures, chunk)
 
 
 class _Scores(torch.autograd.Function):
-    """Keeps one log-normaliser a token and makes the logits anew in the backward pass."""
+    """Keeps two numbers a token and makes the logits anew in the backward pass: one product of matrices more, since
+    the gradient of the weight is a sum over tokens that a policy gradient weights only once it knows all scores."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normaliser = (torch.empty_like(temperatures) for _ in range(3))
+        score, _ = _passes(hidden.device)
         for rows in _chunks(len(targets), chunk):
-            logits = _logits(hidden[rows], weight, temperatures[rows])
-            normaliser[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser[rows]
-            entropy[rows] = normaliser[rows] - (logits.softmax(-1) * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser)
+            logits = hidden[rows] @ weight.T
+            logprobs[rows], entropy[rows], normaliser[rows] = score(logits, targets[rows], temperatures[rows])
+        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperatures, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, *tokens = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=temperatures.dtype)
-        for rows in _chunks(len(targets), ctx.chunk):
-            probs = (_logits(hidden[rows], weight, temperatures[rows]) - normaliser[rows, None]).exp_()
-            scale = grad[rows] / temperatures[rows]
-            grad_logits = probs.mul_(-scale[:, None]).scatter_add_(-1, targets[rows, None], scale[:, None])
-            grad_logits = grad_logits.to(weight.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
+        _, differentiate = _passes(hidden.device)
+        for rows in _chunks(len(hidden), ctx.chunk):
+            logits = hidden[rows] @ weight.T
+            grad_logits = differentiate(logits, *(t[rows] for t in (*tokens, grad, entropy_grad)))
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
-    """[rows, V] in the precision of the temperatures, divided by them."""
-    return (hidden @ weight.T).to(temperatures.dtype).div_(temperatures[:, None])
+def _passes(device: torch.device) -> tuple[Score, Differentiate]:
+    """How the logits of a chunk become scores, and gradients: by kernels of our own on a GPU."""
+    if device.type != "cuda":
+        return score, differentiate
+    from prime_hpc.trainer import head_kernels
+
+    return head_kernels.score, head_kernels.differentiate
+
+
+def score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, entropy and log-normaliser of every row."""
+    scaled = logits.to(temperatures.dtype) / temperatures[:, None]
+    normaliser = scaled.logsumexp(-1)
+    entropy = normaliser - ((scaled - normaliser[:, None]).exp() * scaled).sum(-1)
+    return scaled.gather(-1, targets[:, None])[:, 0] - normaliser, entropy, normaliser
+
+
+def differentiate(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    grad: Tensor,
+    entropy_grad: Tensor,
+) -> Tensor:
+    """Gradient of the logits: that of a log-probability is onehot - p, that of the entropy -p (log p + entropy)."""
+    scores = logits.to(temperatures.dtype) / temperatures[:, None] - normaliser[:, None]
+    probs = scores.exp()
+    onehot = targets[:, None] == torch.arange(logits.shape[-1], device=logits.device)
+    by_logprob = grad[:, None] * (onehot.to(probs.dtype) - probs)
+    by_entropy = entropy_grad[:, None] * probs * (scores + entropy[:, None])
+    return ((by_logprob - by_entropy) / temperatures[:, None]).to(logits.dtype)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -9,11 +9,15 @@ import torch.distributed as dist
 from prime_hpc.algorithms.losses import MicroBatchTensors, TokenCounts, compute_loss, count_tokens
 from prime_hpc.algorithms.tenants import Tenancy, split_by_adapter
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.run import RunConfig
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.checkpoints import Checkpointer
+from prime_hpc.trainer.compilation import compilations
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.lora import initialise
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
+from prime_hpc.trainer.memory.accumulation import hold_gathered
+from prime_hpc.trainer.memory.states import keep_on_host
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
 from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
 from prime_hpc.trainer.optimizers import build_optimizers
@@ -29,8 +33,7 @@ def run(role: Role) -> None:
     config, world = role.config, distributed.join(role)
     lineage = role.plan.forks[-1].lineage if role.plan.forks else 0
     policy = build_policy(config, world)
-    tenants = {tenant: build_optimizers(part, config.optimizer) for tenant, part in policy.tenants().items()}
-    optimizer = GuardedOptimizer(tenants, config.optimizer, config.max_steps, config.trainer.max_skipped_steps)
+    optimizer = open_optimizer(policy, config, world)
     checkpointer = Checkpointer(role, world, policy, optimizer.optimizers, lineage)
     step = _restore(role, policy, checkpointer)
     writer = WeightsWriter(role, world, policy)
@@ -57,7 +60,7 @@ def run(role: Role) -> None:
         role.rendezvous.publish("training", step=step)
         role.heart.progress(f"training step {step}")
         with watch("forward_backward"):
-            result = forward_backward(policy, batch, role, world, PolicyVersion(lineage, step - 1))
+            result = forward_backward(policy, batch, config, world, PolicyVersion(lineage, step - 1), watch)
         role.reach("step.during")
         with watch("optimizer"):
             optimized = optimizer.step(step, result.losses) | policy.balance_experts(config.trainer.router_bias_rate)
@@ -81,25 +84,44 @@ def run(role: Role) -> None:
     distributed.leave()
 
 
+def open_optimizer(policy: PolicyModel, config: RunConfig, world: distributed.World) -> GuardedOptimizer:
+    """The optimisers of every tenant, with their states where the configuration wants them."""
+    tenants = {tenant: build_optimizers(part, config.optimizer) for tenant, part in policy.tenants().items()}
+    optimizer = GuardedOptimizer(tenants, config.optimizer, config.max_steps, config.trainer.max_skipped_steps)
+    if config.trainer.optimizer_offload:
+        for each in optimizer.optimizers:
+            keep_on_host(each, world.device)
+    return optimizer
+
+
 def forward_backward(
-    policy: PolicyModel, batch: RankBatch, role: Role, world: distributed.World, version: PolicyVersion
+    policy: PolicyModel,
+    batch: RankBatch,
+    config: RunConfig,
+    world: distributed.World,
+    version: PolicyVersion,
+    watch: Stopwatch,
 ) -> BatchResult:
     """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
     rows = [(micro, split_by_adapter(micro)) for micro in batch.micro_batches]
     counts = _count_tokens(policy, [part for _, parts in rows for part in parts], world)
     hf_config, totals = policy.config.to_dict(), BatchTotals()
-    for micro, parts in rows:
+    for i, (micro, parts) in enumerate(rows):
+        if config.trainer.gather_once:
+            hold_gathered(policy, last=i == len(rows) - 1)
         tensors = MicroBatchTensors.of(micro, world.device)
-        logprobs, entropy = policy(PackedRow.of(micro, tensors))
-        loss = torch.zeros((), device=world.device)
-        for part in parts:
-            tenant = policy.tenant_of(part.adapter)
-            theirs = tensors if len(parts) == 1 else MicroBatchTensors.of(part.micro, world.device)
-            own, metrics = compute_loss(logprobs[part.tokens], entropy[part.tokens], theirs, role.config.loss,
-                                        counts[tenant], version.pack())  # fmt: skip
-            loss = loss + own
-            totals.add(tenant, own, metrics)
-        loss.backward()
+        with watch.on(world.device, "forward"):
+            logprobs, entropy = policy(PackedRow.of(micro, tensors))
+            loss = torch.zeros((), device=world.device)
+            for part in parts:
+                tenant = policy.tenant_of(part.adapter)
+                theirs = tensors if len(parts) == 1 else MicroBatchTensors.of(part.micro, world.device)
+                own, metrics = compute_loss(logprobs[part.tokens], entropy[part.tokens], theirs, config.loss,
+                                            counts[tenant], version.pack())  # fmt: skip
+                loss = loss + own
+                totals.add(tenant, own, metrics)
+        with watch.on(world.device, "backward"):
+            loss.backward()
         totals.count(micro, hf_config, frozen=policy.lora is not None)
     result = totals.reduce(world)
     # alone, an adapter would not see this batch if it had nothing to train on
@@ -150,5 +172,7 @@ def _report(
     if not world.first:
         return None
     metrics = {**result.metrics(), **optimized, **performance(result, times, world), **times}
+    if role.config.trainer.compile:
+        metrics |= compilations()
     role.log.info(summarise(step, metrics))
     return StepReport(step=step, metrics=metrics)

@@ -17,22 +17,43 @@ from prime_hpc.transport.messages import MicroBatch
 
 
 class Stopwatch:
-    """Seconds of each named phase of one step."""
+    """Seconds of each named phase of one step; a phase that comes again adds up."""
 
     def __init__(self):
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._phases[phase] = time.perf_counter() - start
+        self._add(phase, time.perf_counter() - start)
+
+    @contextmanager
+    def on(self, device: torch.device, phase: str) -> Iterator[None]:
+        """Seconds that `device` works on what is launched inside, without waiting for it."""
+        if device.type != "cuda":
+            with self(phase):
+                yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((phase, start, end))
 
     def seconds(self) -> dict[str, float]:
-        """`time/<phase>` of all phases, and `time/step` since the watch was made."""
+        """`time/<phase>` of all phases, and `time/step` since the watch was made. Waits for phases on a device."""
+        for phase, start, end in self._events:
+            end.synchronize()
+            self._add(phase, start.elapsed_time(end) / 1000)
+        self._events.clear()
         times = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
         return {**times, "time/step": time.perf_counter() - self._start}
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
 
 @dataclass
@@ -100,7 +121,7 @@ class BatchResult:
 def performance(result: BatchResult, times: dict[str, float], world: World) -> dict[str, float]:
     """Throughput over the whole step, waits included; MFU over forward, backward and optimiser on a known GPU."""
     metrics = {"perf/tokens_per_s": result.tokens / times["time/step"], "perf/peak_memory_gib": _peak_memory(world)}
-    peak = _peak_flops(world)
+    peak = peak_flops(world)
     if peak:
         busy = times["time/forward_backward"] + times["time/optimizer"]
         metrics["perf/mfu"] = result.flops / (busy * peak * world.size)
@@ -121,7 +142,8 @@ def _peak_memory(world: World) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _peak_flops(world: World) -> float | None:
+def peak_flops(world: World) -> float | None:
+    """Dense bfloat16 FLOP/s of one rank's GPU, where it is known."""
     if world.device.type != "cuda":
         return None
     return spec.device_peak_flops(torch.cuda.get_device_name(world.device))

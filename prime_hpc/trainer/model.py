@@ -9,23 +9,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
-from prime_hpc.models import families
+from prime_hpc.models import families, varlen
 from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.lora import LoRA, attach
 from prime_hpc.trainer import attention
+from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.low_precision import use_fp8
+from prime_hpc.trainer.memory.checkpointing import checkpoint_block
+from prime_hpc.trainer.memory.offload import ActivationOffload
 from prime_hpc.trainer.optim import WHOLE
 from prime_hpc.trainer.parallel.context import ContextParallel, Part
+from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.parallel.shard import divide_blocks, shard
 from prime_hpc.transport.messages import MicroBatch
 
@@ -94,15 +100,15 @@ class PolicyModel(nn.Module):
         """Log-probability of every scored token given its document so far, and entropy of what it was drawn from.
 
         Returns:
-            Two float32[n] in nats; log(1/V) and log(V) where a token is not scored. Only the first has a gradient.
+            Two float32[n] in nats; log(1/V) and log(V), without gradient, where a token is not scored.
         """
         part = self.context.divide(row)
         if self.lora:
             self.lora.select(part.row.adapters)
         hidden = self.hidden_states(part)
         weight, scored = self.head_weight, part.scored
-        logprobs, entropy = score_tokens(hidden[part.before], weight, row.token_ids[scored], row.temperatures[scored],
-                                         self._chunk)  # fmt: skip
+        states = hidden.index_select(0, part.before)
+        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored], row.temperatures[scored], self._chunk)
         uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
         return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
 
@@ -221,18 +227,41 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     """
     trainer = config.trainer
     policy = build_on_meta(config, world.device).eval()
+    if trainer.fp8:
+        use_fp8(policy.blocks, world.device)
     policy.context = ContextParallel(world.mesh.cp, trainer.parallel.cp_style)
     divide_blocks(policy.blocks, world.mesh)
-    for block in policy.blocks:
-        if trainer.compile:
-            block.forward = torch.compile(block.forward)
-        if trainer.activation_checkpointing:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    shard(policy, policy.blocks, world.mesh, getattr(torch, trainer.dtype))
+    _prepare_blocks(policy, trainer, world)
+    reshard, dtype = _reshards(trainer, world.size), getattr(torch, trainer.dtype)
+    shard(policy, policy.blocks, world.mesh, dtype, reshard_after_forward=reshard)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
     return policy
+
+
+def _prepare_blocks(policy: PolicyModel, trainer: TrainerConfig, world: World) -> None:
+    """Recomputation goes inside of the compiled graph, copies to the host around it."""
+    offload = ActivationOffload(world.device, trainer.activation_offload) if trainer.activation_offload else None
+    for block in policy.blocks:
+        checkpoint_block(block, trainer.activation_checkpointing)
+        if trainer.compile:
+            compile_block(block, fullgraph=_is_one_graph(policy, world.mesh))
+        if offload:
+            offload.wrap(block)
+
+
+def _is_one_graph(policy: PolicyModel, mesh: Mesh) -> bool:
+    """Whether nothing in a block is beyond the compiler: a block of our own, whole on every rank, and its attention."""
+    whole = policy.lora is None and mesh.cp is None and mesh.tp is None and mesh.ep is None
+    return policy.impl == "native" and whole and policy.backend in varlen.KERNELS
+
+
+def _reshards(trainer: TrainerConfig, ranks: int) -> bool:
+    """Whether a block's gathered weights are freed after its forward pass: not where nothing is saved by it."""
+    if trainer.reshard_after_forward is not None:
+        return trainer.reshard_after_forward
+    return ranks > 1 and not trainer.gather_once
 
 
 def build_on_meta(config: RunConfig, device: torch.device) -> PolicyModel:
@@ -253,7 +282,7 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     problems = families.find_model_problems(config)
     if problems:
         raise ConfigurationError(problems)
-    trainer, hf_config = config.trainer, AutoConfig.from_pretrained(config.model.path)
+    trainer, hf_config = config.trainer, _load_config(config.model)
     dtype = getattr(torch, trainer.dtype)
     backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
     if families.choose_implementation(config, hf_config.to_dict()) == "native":
@@ -267,6 +296,12 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
         found = f"{config.model.path} ({hf_config.model_type})"
         raise ConfigurationError([ConfigProblem("model.path", found, expected)])
     return HFPolicy(hf, backend, trainer.head_chunk_tokens)
+
+
+def _load_config(model: ModelConfig) -> PreTrainedConfig:
+    if model.shape:
+        return AutoConfig.for_model(**model.shape)
+    return AutoConfig.from_pretrained(model.path)
 
 
 def _restore_buffers(policy: PolicyModel, device: torch.device) -> None:

@@ -40,7 +40,8 @@ class WeightsWriter:
         self._adapters_only = bool(config.lora.served)
         streams = self._update.streams and not self._adapters_only
         self._sender = StreamSender(role, world, policy, self._files) if streams else None
-        self._canary = CanaryScorer(policy, world, 0 if policy.lora else self._update.canary_every)
+        every = 0 if policy.lora else self._update.canary_every
+        self._canary = CanaryScorer(policy, world, config.seq_len, every)
         self._published = 0
         self._base: str | None = None
 

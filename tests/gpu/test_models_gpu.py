@@ -108,10 +108,10 @@ def test_half_precision_follows_float32(model_path, world):
         assert_close(gradient, expected_gradients[name], 0.1)
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"compile": True},
-                                     {"compile": True, "activation_checkpointing": True}])  # fmt: skip
-def test_recomputed_and_compiled_blocks_give_the_same_gradients(options, model_path, world):
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputed_and_compiled_blocks_give_the_same_gradients(mode, compiled, model_path, world):
     _, expected = run(model_path, world, dtype="bfloat16")
-    _, gradients = run(model_path, world, dtype="bfloat16", **options)
+    _, gradients = run(model_path, world, dtype="bfloat16", activation_checkpointing=mode, compile=compiled)
     for name, gradient in gradients.items():
         assert_close(gradient, expected[name], 0.1)

@@ -78,11 +78,12 @@ def test_packed_scores_equal_those_of_separate_documents(dtype, mean, worst, mod
     assert error.max() < worst
 
 
-@pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
-def test_recomputed_and_compiled_blocks_give_the_same_gradients(option, model_path, world):
+@pytest.mark.parametrize("options", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"},
+                                     {"compile": True}, {"activation_offload": 2}])  # fmt: skip
+def test_recomputed_compiled_and_offloaded_blocks_give_the_same_gradients(options, model_path, world):
     row, gradients = make_row(), []
-    for value in (False, True):
-        policy = load_policy(model_path, world, dtype="bfloat16", **{option: value})
+    for changed in ({}, options):
+        policy = load_policy(model_path, world, dtype="bfloat16", **changed)
         policy(row)[0].mean().backward()
         gradients.append({n: p.grad.full_tensor() for n, p in policy.named_parameters()})
     for name, gradient in gradients[0].items():

@@ -101,6 +101,8 @@ def test_a_wrong_tensor_is_caught_by_the_canary_and_named(tmp_path: Path, tiny_m
         fleet = made.connect()
         times = await made.update(fleet, PolicyVersion(0, 0))
         assert times.canary == pytest.approx(0, abs=1e-5)
+        canary = read_manifest(made.paths.weights_version("0.0")).canary
+        assert len(canary.token_ids) == 63, "a scoring engine has room for one more token within seq_len = 64"
         await arm(fleet, "inference-1", "wrong_tensor")
         await made.update(fleet, made.train())
         assert serving(fleet) == ["inference-0"]

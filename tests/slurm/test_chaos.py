@@ -149,7 +149,7 @@ def test_spares_take_the_place_of_an_unfit_node_and_of_a_lost_one(tmp_path: Path
         run = SlurmRun(slurm, outputs, tiny_model, "spares", "max_steps=60", *given)
         run.until_step(5)
         assert run.record("trainer-0")["host"] == run.record("trainer-1")["host"] == "node5"
-        assert "node5 takes the place of node4, which is not fit: node4: Python" in run.output
+        assert "node5 takes the place of node4, which is not fit: node4: shared folder: no folder" in run.output
         os.kill(run.record("env-reverse_text-0")["pid"], signal.SIGKILL)
         slurm.kill_node("node2")
         slurm.give_up("node2")

@@ -54,3 +54,9 @@ def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
 def test_conf_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (compose.conf_dir() / "run.yaml").is_file()
+
+
+def test_a_key_below_one_that_was_set_as_a_whole_is_of_the_command_line_too() -> None:
+    stack = compose.layers({}, ["++inference.env={A: b}", "++inference.env.C=d"], [compose.conf_dir()])
+    assert compose.origin(("inference", "env", "C"), stack) == "command line"
+    assert compose.origin(("inference", "replicas"), stack) == "default"

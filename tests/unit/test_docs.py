@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hydra_plugins.prime_hpc import SweepConfig
 from prime_hpc.config.compose import GROUPS, conf_dir, options
 from prime_hpc.config.schema import known_keys
 from tools import config_reference
@@ -58,4 +59,6 @@ def is_known(argument: str) -> bool:
     if key in GROUPS:
         return value in options(key, [conf_dir()])
     *section, leaf = key.split(".")
+    if section == ["hydra", "launcher"]:
+        return leaf in SweepConfig.__dataclass_fields__
     return leaf in known_keys(tuple(section))

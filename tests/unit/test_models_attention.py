@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from prime_hpc.errors import ConfigurationError
+from prime_hpc.models import varlen
 from prime_hpc.models.attention import BlockDiagonalAttention, CachedAttention, choose_backend, open_attention
+from tests.models_support import PlainKernel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SEQ_LENS = [3, 5, 1, 3, 8]
@@ -115,20 +117,28 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(machine):
         choose_backend("flash_attention_4", GPU, torch.bfloat16)
 
 
-def test_a_flash_package_is_called_with_the_bounds_of_the_documents(monkeypatch):
-    """A stand-in for version 4 that attends by the bounds it is given and also returns a log-normaliser."""
+def test_flash_attention_4_is_called_with_the_bounds_of_the_documents(monkeypatch):
+    """A stand-in for the package that attends by the bounds it is given."""
+    plain = PlainKernel()
 
-    def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
-    ):
+    def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse):
         assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
-        assert (max_seqlen_q, max_seqlen_k, softmax_scale, causal) == (8, 8, SCALE, True)
-        return written_out(q, k, v, cu_seqlens_q.diff().tolist()), None
+        assert (max_seqlen_q, max_seqlen_k, causal, return_lse) == (8, 8, True, True)
+        return *plain.forward(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale), None, None, None
 
-    package = types.ModuleType("flash_attn.cute")
-    package.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
-    heads = make_heads(sum(SEQ_LENS))
-    output = open_attention("flash_attention_4", SEQ_LENS, CPU)(*heads, SCALE)
-    torch.testing.assert_close(output, BlockDiagonalAttention(SEQ_LENS, CPU)(*heads, SCALE), rtol=0, atol=1e-12)
+    def backward(q, k, v, out, dout, lse, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **_):
+        assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        return plain.backward(dout, (q, k, v, out, lse), cu_seqlens_q, max_seqlen_q, softmax_scale)
+
+    interface = types.ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    varlen.load.cache_clear()
+    heads, gradients = make_heads(sum(SEQ_LENS)), []
+    for attend in (open_attention("flash_attention_4", SEQ_LENS, CPU), BlockDiagonalAttention(SEQ_LENS, CPU)):
+        inputs = [x.detach().requires_grad_() for x in heads]
+        output = attend(*inputs, SCALE)
+        output.square().sum().backward()
+        gradients.append([output, *(x.grad for x in inputs)])
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -1,5 +1,6 @@
 """The policy against transformers' own forward and backward in float32."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -17,10 +19,11 @@ from transformers import (
 )
 
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import CorruptData
+from prime_hpc.errors import ConfigurationError, CorruptData
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.memory.accumulation import hold_gathered
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.probe import sample_replies
@@ -112,12 +115,35 @@ def test_sliding_windows_run_on_transformers(tmp_path, world):
 def test_recomputed_blocks_give_the_same_gradients(impl, tmp_path, world):
     save_model("qwen3", tmp_path)
     row, gradients = make_row(SEQ_LENS, temperature=1.0), []
-    for value in (False, True):
+    for value in ("none", "full"):
         policy = load_policy(tmp_path, world, impl, activation_checkpointing=value)
         policy(row)[0].square().sum().backward()
         gradients.append({n: p.grad.full_tensor() for n, p in policy.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_on_weights_gathered_once_are_those_of_every_micro_batch(tmp_path, world):
+    save_model("qwen3", tmp_path)
+    gradients = []
+    for once in (False, True):
+        policy = load_policy(tmp_path, world, gather_once=once)
+        for last, seq_lens in ((False, SEQ_LENS), (True, [3, 4])):
+            if once:
+                hold_gathered(policy, last=last)
+            policy(make_row(seq_lens, temperature=1.0))[0].square().sum().backward()
+            assert {isinstance(p, DTensor) for p in policy.parameters()} == {last or not once}
+        gradients.append([p.grad.full_tensor() for p in policy.parameters()])
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fp8_without_torchao_says_what_to_install(tmp_path, world, monkeypatch):
+    save_model("qwen3", tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "torchao" else find(name, *_))
+    with pytest.raises(ConfigurationError, match=r"trainer\.fp8 = True: expected false, or torchao"):
+        load_policy(tmp_path, world, attn="sdpa", fp8=True)
 
 
 def test_a_row_without_scored_tokens_has_zero_gradients(tmp_path, world):

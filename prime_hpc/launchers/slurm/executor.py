@@ -54,9 +54,11 @@ def submit(plan: RunPlan, after: str | None = None) -> RunJob:
     paths.slurm.mkdir(parents=True, exist_ok=True)
     write_scripts(plan)
     ids: list[str] = []
+    slot = ["singleton"] if plan.typed_config().launcher.slot else []
     for job in jobs(plan):
+        waits = [f"after:{ids[0]}"] if ids else slot + ([f"afterany:{after}"] if after else [])
         try:
-            ids.append(_submit(plan, job, f"after:{ids[0]}" if ids else after and f"afterany:{after}"))
+            ids.append(_submit(plan, job, ",".join(waits)))
         except InfrastructureFailure:
             for submitted in ids:
                 subprocess.run(["scancel", submitted])

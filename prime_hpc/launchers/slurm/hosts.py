@@ -88,7 +88,7 @@ class Hosts:
             return f"no answer for {CHECK_S:.0f} s"
         # srun's own words only where the check has said nothing
         said = done.stdout.strip() or done.stderr.strip() or "no answer"
-        return said.splitlines()[-1] if done.returncode else None
+        return said.splitlines()[-1].strip() if done.returncode else None
 
     def _check(self, number: int, host: str) -> list[str]:
         """The srun command line that runs the preflight check on one host."""
@@ -96,7 +96,7 @@ class Hosts:
         container = component(config.cluster, block.name).container
         inside = mounts(self._plan.run_dir, config.model.path, container)
         check = [interpreter(config, block.name), "-m", "prime_hpc.cluster.preflight", self._plan.run_dir,
-                 f"--gpus={block.gpus}", "--nodes=1"]  # fmt: skip
+                 f"--gpus={block.gpus}", "--nodes=1", "--quick"]  # fmt: skip
         group = [f"--het-group={number}"] if len(self._job.blocks) > 1 else []
         return ["srun", *group, f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap", "--overcommit",
                 *gpu_option(block.gpus, block.resources.gres), "--mpi=none", "--input=none", "--job-name=preflight",

@@ -25,22 +25,25 @@ def render_scripts(plan: RunPlan) -> dict[str, str]:
 def render_script(plan: RunPlan, job: Job) -> str:
     """The batch script of one job: it becomes the supervisor of the steps of the job."""
     config, paths = plan.typed_config(), RunPaths(Path(plan.run_dir))
-    header = render_header(plan.name, job, config.cluster, str(paths.root / "logs" / "job_%j.log"))
+    header = render_header(
+        plan.name, job, config.cluster, str(paths.root / "logs" / "job_%j.log"), config.launcher.slot
+    )
     command = [host_python(config), "-u", "-m", "prime_hpc.launchers.slurm.batch", str(paths.plan)]
     command += [] if job.name == MAIN else ["--job", job.name]
     return "\n".join(["#!/bin/bash", *header, "", "set -e", *config.cluster.setup, f"exec {shlex.join(command)}", ""])
 
 
-def render_header(name: str, job: Job, cluster: ClusterConfig, output: str) -> list[str]:
+def render_header(name: str, job: Job, cluster: ClusterConfig, output: str, slot: str | None = None) -> list[str]:
     """The #SBATCH lines of a job, block by block.
 
     Every block has a job name of its own: with a common one `--dependency=singleton` makes them wait for each other.
+    In a `slot` those names are the slot's, by which jobs of different runs wait for each other.
     `--no-kill` counts for a heterogeneous job only if every block has it, and two nodes or more.
     """
     lines: list[str] = []
-    prefix = name if job.name == MAIN else f"{name}.{job.name}"
+    prefix = slot or name if job.name == MAIN else f"{name}.{job.name}"
     for i, block in enumerate(job.blocks):
-        options = [f"--job-name={prefix if i == 0 else f'{name}.{block.name}'}", *_resources(block)]
+        options = [f"--job-name={prefix if i == 0 else f'{slot or name}.{block.name}'}", *_resources(block)]
         if job.outlives_nodes:
             options.append("--no-kill")
         if i == 0:

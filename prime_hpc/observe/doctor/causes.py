@@ -28,7 +28,7 @@ MEMORY_CAUSES = (
         "CUDA out of memory",
         CUDA_OUT_OF_MEMORY,
         "{process} ran out of GPU memory",
-        "lower trainer.micro_batch_tokens or trainer.head_chunk_tokens, set trainer.activation_checkpointing=true, or "
+        "lower trainer.micro_batch_tokens or trainer.head_chunk_tokens, set trainer.activation_checkpointing=full, or "
         "take more trainer.ranks; beside an engine, lower inference.vllm.gpu_memory_utilization",
         component="trainer",
     ),

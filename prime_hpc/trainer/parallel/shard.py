@@ -21,20 +21,27 @@ def divide_blocks(blocks: nn.ModuleList, mesh: Mesh) -> None:
                 distribute_experts(experts, mesh.ep)
 
 
-def shard(policy: nn.Module, blocks: nn.ModuleList, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard(
+    policy: nn.Module, blocks: nn.ModuleList, mesh: Mesh, dtype: torch.dtype, *, reshard_after_forward: bool = True
+) -> None:
     """Shard every block, and what is outside of them, with FSDP2; computation is in `dtype`, reduction in float32.
 
-    A gradient becomes the sum over ranks, as the loss of a batch is a sum over them. That of an expert has the tokens
-    of all ranks of its `ep` group already, so only the ranks of `efsdp` remain.
+    Without `reshard_after_forward` gathered weights of a block stay until its backward pass. A gradient becomes the sum
+    over ranks, as the loss of a batch is a sum over them. That of an expert has the tokens of all ranks of its `ep`
+    group already, so only the ranks of `efsdp` remain.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if mesh.expert_fsdp:
         ranks = mesh.degrees.efsdp
         for experts in _experts(blocks):
             fully_shard(experts, mesh=mesh.expert_fsdp, mp_policy=precision,
+                        reshard_after_forward=reshard_after_forward,
                         shard_placement_fn=lambda parameter: _within_expert(parameter, ranks))  # fmt: skip
-    for module in (*blocks, policy):
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=precision)
+    for block in blocks:
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(policy, mesh=mesh.fsdp, mp_policy=precision)
+    if mesh.fsdp.size() == 1:
+        return  # a division by one would still be a pass over all gradients
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -1,0 +1,47 @@
+"""Bytes that the decoder keeps from the forward for the backward pass, from the dictionary of a config.json alone.
+
+The counts follow what autograd saves in `layers.py`, `moe.py` and the blocks of transformers: the inputs of matrices,
+of norms, of the attention kernel and of the gate.
+"""
+
+from typing import Literal
+
+from prime_hpc.models.spec import HFConfig, Widths, layer_widths
+
+NormKernel = Literal["fused", "composite", "hf"]
+"""fused: one kernel, keeps its input (CUDA, and whatever is compiled). composite: keeps the input and the normalised
+states in float32 (native blocks on a CPU). hf: the same in float32 and in the model's dtype (transformers)."""
+
+FLOAT32 = 4
+
+
+def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joined: bool,
+               split: int = 1) -> list[int]:  # fmt: skip
+    """Bytes of each layer for one token.
+
+    Args:
+        dtype_bytes: of the computation.
+        joined: attention runs document by document, so that its output exists in parts and joined.
+        split: ranks that share heads and channels of MLPs (tensor parallelism); the residual stream is whole on each.
+    """
+    return [_layer(widths, dtype_bytes, norm, joined, split) for widths in layer_widths(hf_config)]
+
+
+def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
+    """Bytes of each layer for one token where the layer is computed anew in the backward pass: its input alone."""
+    return [widths.hidden * dtype_bytes for widths in layer_widths(hf_config)]
+
+
+def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int) -> int:
+    normed = 2 * widths.hidden + (widths.query + widths.key if widths.norms_heads else 0) // split
+    attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)
+    channels = 2 * widths.hidden + (attention + 4 * widths.feed_forward) // split
+    # rows sent to the experts, and what came back before it is weighted
+    channels += 2 * widths.routed * widths.hidden
+    router = FLOAT32 * widths.hidden if widths.routed and dtype_bytes < FLOAT32 else 0
+    return channels * dtype_bytes + normed * norm_bytes(norm, dtype_bytes) + router
+
+
+def norm_bytes(norm: NormKernel, dtype_bytes: int) -> int:
+    """Bytes that a norm keeps for each of its channels, beside its output."""
+    return {"fused": dtype_bytes, "composite": 2 * FLOAT32, "hf": FLOAT32 + dtype_bytes}[norm]

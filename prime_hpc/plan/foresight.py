@@ -1,0 +1,147 @@
+"""What a plan will need and how fast it will be, before anything is submitted."""
+
+import shutil
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from prime_hpc.config.cluster import component
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.slurm_checks import mebibytes
+from prime_hpc.models.spec import HFConfig, param_count
+from prime_hpc.plan.devices import GIB, device_of
+from prime_hpc.plan.disk import Disk, disk_use
+from prime_hpc.plan.memory import RoleMemory, engine_memory, other_memory, trainer_memory
+from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.time import Pace, assumptions, estimate_pace
+from prime_hpc.plan.workload import Workload, guess
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """The estimates of a plan; `pace` is None where the GPUs are not known, or there are none."""
+
+    parameters: int
+    roles: list[RoleMemory]
+    disk: Disk
+    pace: Pace | None
+    assumptions: list[str]
+    warnings: list[str]
+
+
+def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str | None = None,
+            workload: Workload | None = None) -> Foresight:  # fmt: skip
+    """The estimates of a plan whose model has the configuration `hf_config`.
+
+    Args:
+        here: name of this machine's GPU, for a run that is local.
+        workload: lengths of rollouts; guessed when left out.
+    """
+    workload = workload or guess(config)
+    roles = _roles(plan, config, hf_config, here)
+    disk = disk_use(config, hf_config, workload)
+    pace = _pace(plan, config, hf_config, workload, here)
+    return Foresight(
+        parameters=param_count(hf_config),
+        roles=roles,
+        disk=disk,
+        pace=pace,
+        assumptions=assumptions(config, workload) if pace else [],
+        warnings=[
+            *_overfull(roles),
+            *_short_of_memory(plan, config, roles),
+            *_short_of_disk(Path(plan.run_dir), disk),
+            *_unknown(plan, pace),
+        ],
+    )
+
+
+def _roles(plan: RunPlan, config: RunConfig, hf_config: HFConfig, here: str | None) -> list[RoleMemory]:
+    roles = []
+    if engines := plan.engines():
+        gpus = sum(len(p.gpus) for p in plan.of("inference") if p.index == 0)
+        roles.append(engine_memory(config, hf_config, gpus=gpus, device=device_of(config, "inference", here),
+                                   beside_trainer=_share_gpus(plan)))  # fmt: skip
+    if ranks := plan.of("trainer"):
+        roles.append(trainer_memory(config, hf_config, on_gpu=bool(ranks[0].gpus),
+                                    device=device_of(config, "trainer", here)))  # fmt: skip
+    return roles + (other_memory(config) if engines and ranks else [])
+
+
+def _share_gpus(plan: RunPlan) -> bool:
+    """Whether trainer ranks use GPUs of engines."""
+    taken = {(plan.host(p), gpu) for p in plan.of("inference") for gpu in p.gpus}
+    return any((plan.host(p), gpu) in taken for p in plan.of("trainer") for gpu in p.gpus)
+
+
+def _pace(plan: RunPlan, config: RunConfig, hf_config: HFConfig, workload: Workload, here: str | None) -> Pace | None:
+    ranks, trainer = plan.of("trainer"), device_of(config, "trainer", here)
+    if not ranks or not ranks[0].gpus or trainer is None:
+        return None
+    return estimate_pace(
+        config,
+        hf_config,
+        workload,
+        trainer=trainer,
+        engine=device_of(config, "inference", here),
+        engine_gpus=sum(len(p.gpus) for p in plan.of("inference") if p.index == 0),
+        trainer_nodes=len({plan.host(p) for p in ranks}),
+        gpus=plan.held_gpus,
+    )
+
+
+def _overfull(roles: list[RoleMemory]) -> list[str]:
+    """What does not fit into a GPU, by the estimate."""
+    words = []
+    for role in roles:
+        if role.limit and role.gpu_bytes > role.limit:
+            most = max(role.gpu, key=lambda part: role.gpu[part])
+            remedy = _REMEDIES.get(most, _REMEDIES["weights"])
+            words.append(f"a {role.role} needs about {role.gpu_bytes / GIB:.0f} GiB of its GPU's "
+                         f"{role.limit / GIB:.0f}, most for {most}: {remedy}")  # fmt: skip
+        if role.gpu.get("KV cache") == 0:
+            words.append("an engine's weights leave no room for its KV cache: more GPUs an engine "
+                         "(inference.vllm.tensor_parallel_size)")  # fmt: skip
+    return words
+
+
+_REMEDIES = {
+    "activations": "trainer.activation_checkpointing=true, then trainer.parallel.cp or a shorter seq_len",
+    "logits": "a smaller trainer.head_chunk_tokens",
+    "weights": "more GPUs (trainer.ranks, inference.vllm.tensor_parallel_size)",
+}
+
+
+def _short_of_memory(plan: RunPlan, config: RunConfig, roles: list[RoleMemory]) -> list[str]:
+    """Groups of nodes whose processes need more host memory than is asked for."""
+    words = []
+    for group in plan.groups if config.launcher.on_slurm else ():
+        asked = component(config.cluster, group.name).memory or "0"
+        need = sum(r.host_bytes * ceil(r.processes / group.nodes) for r in roles if r.role in _ON_NODES[group.name])
+        if 0 < mebibytes(asked) * 2**20 < need:
+            words.append(f"a node of {group.name} needs about {need / GIB:.0f} GiB of host memory, not {asked}: "
+                         f"raise cluster.components.{group.name}.memory")  # fmt: skip
+    return words
+
+
+_ON_NODES = {
+    "orchestrator": ("orchestrator", "environment"),
+    "inference": ("engine", "engine GPU"),
+    "trainer": ("trainer rank",),
+    "evaluator": (),
+}
+
+
+def _short_of_disk(run_dir: Path, disk: Disk) -> list[str]:
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if disk.total <= free:
+        return []
+    return [f"the run needs about {disk.total / GIB:.0f} GiB of disk and {existing} has {free / GIB:.0f} free: another "
+            "run.output_dir, a smaller checkpoint.keep_last, or a larger checkpoint.every"]  # fmt: skip
+
+
+def _unknown(plan: RunPlan, pace: Pace | None) -> list[str]:
+    if pace or not any(p.gpus for p in plan.of("trainer")):
+        return []
+    return ["no estimate of time: cluster.gpu does not say which GPUs the nodes have, e.g. cluster.gpu=H200"]

@@ -1,0 +1,127 @@
+"""Seconds of a step and what they cost: a roofline of trainer and engines, with every assumption named.
+
+The constants were measured on one H200 (docs/benchmarks.md); larger models come closer to a GPU's peak, slow
+filesystems and environments further from it.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sizes import trainer_ranks
+from prime_hpc.models import spec
+from prime_hpc.models.spec import HFConfig
+from prime_hpc.plan.devices import Device
+from prime_hpc.plan.memory import cached_tokens, engine_memory, engine_weights
+from prime_hpc.plan.workload import Workload
+
+MFU = 0.16
+MFU_COMPILED = 0.26
+RECOMPUTE = 4 / 3
+"""Forward passes of activation checkpointing over those without: one more beside the three of forward and backward."""
+BANDWIDTH_SHARE = 0.6
+"""Of a GPU's memory bandwidth that decoding reaches."""
+DECODE_S = 0.017
+"""Of one decoding step of an engine, whatever its size: scheduling, sampling, launches."""
+PREFILL_MFU = 0.4
+WRITE_BYTES_S = 0.46e9
+"""Gathering, writing and hashing weights, by the nodes of the trainer together for each of them."""
+READ_BYTES_S = 1.1e9
+"""An engine that loads weights from the filesystem."""
+START_S = 100.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step by what takes them, tokens a step, and the GPUs that are held meanwhile."""
+
+    trained_tokens: float
+    sampled_tokens: float
+    train_s: float
+    publish_s: float
+    sample_s: float
+    load_s: float
+    overlapped: bool
+    gpus: int
+    steps: int
+
+    @property
+    def step_s(self) -> float:
+        """The slower side where sampling goes on during training, else one after the other."""
+        trainer, engines = self.train_s + self.publish_s, self.sample_s + self.load_s
+        return max(trainer, engines) if self.overlapped else trainer + engines
+
+    @property
+    def trained_per_s(self) -> float:
+        return self.trained_tokens / self.step_s
+
+    @property
+    def sampled_per_s(self) -> float:
+        return self.sampled_tokens / self.step_s
+
+    @property
+    def hours(self) -> float:
+        return (self.steps * self.step_s + START_S) / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.gpus
+
+
+def estimate_pace(config: RunConfig, hf_config: HFConfig, workload: Workload, *, trainer: Device, engine: Device | None,
+                  engine_gpus: int, trainer_nodes: int, gpus: int) -> Pace:  # fmt: skip
+    """The pace of a run: each trainer rank has a `trainer` GPU, each engine has `engine_gpus` of the kind `engine`."""
+    rollouts = config.orchestrator.batch_size if config.mode == "rl" else config.trainer.sft.batch_size
+    serves = config.mode == "rl" and engine is not None
+    parameters = spec.param_count(hf_config)
+    return Pace(
+        trained_tokens=rollouts * workload.tokens,
+        sampled_tokens=rollouts * workload.completion if serves else 0.0,
+        train_s=train_seconds(config, hf_config, rollouts, workload, trainer),
+        publish_s=2 * parameters / (WRITE_BYTES_S * trainer_nodes) if serves else 0.0,
+        sample_s=sample_seconds(config, hf_config, workload, engine, engine_gpus) if serves and engine else 0.0,
+        load_s=2 * parameters / READ_BYTES_S if serves else 0.0,
+        overlapped=config.orchestrator.max_staleness > 0,
+        gpus=gpus,
+        steps=config.max_steps,
+    )
+
+
+def train_seconds(config: RunConfig, hf_config: HFConfig, rollouts: int, workload: Workload, device: Device) -> float:
+    """Forward, backward and optimiser of a batch, on all ranks."""
+    flops = spec.train_flops(hf_config, [ceil(workload.tokens)]) * rollouts
+    flops *= RECOMPUTE if config.trainer.activation_checkpointing else 1.0
+    return flops / (device.flops * (MFU_COMPILED if config.trainer.compile else MFU) * trainer_ranks(config))
+
+
+def sample_seconds(config: RunConfig, hf_config: HFConfig, workload: Workload, device: Device, gpus: int) -> float:
+    """Sampling a batch, when as many rollouts run as may and fit into the KV cache.
+
+    A decoding step reads the weights and the cache of every running rollout once (Pope et al. 2022, arXiv 2211.05102);
+    prompts cost the FLOPs of a forward.
+    """
+    replicas, rollouts = config.inference.replicas, config.orchestrator.batch_size
+    cache = engine_memory(config, hf_config, gpus=gpus, device=device).gpu["KV cache"]
+    fits = max(1, int(cached_tokens(config, hf_config, cache, gpus) / workload.tokens))
+    running = min(ceil((config.orchestrator.max_inflight or rollouts) / replicas), fits)
+    bytes_read = engine_weights(config, hf_config, gpus) * gpus
+    bytes_read += running * (workload.prompt + workload.completion / 2) * spec.kv_bytes_per_token(hf_config, 2)
+    decode_s = DECODE_S + bytes_read / (device.bandwidth * BANDWIDTH_SHARE * gpus)
+    prefill = spec.train_flops(hf_config, [ceil(workload.prompt)]) / 3 * rollouts / replicas
+    waves = rollouts / replicas / running
+    return waves * workload.completion * decode_s + prefill / (device.flops * PREFILL_MFU * gpus)
+
+
+def assumptions(config: RunConfig, workload: Workload) -> list[str]:
+    """What the estimate takes for granted, in sentences."""
+    mfu = MFU_COMPILED if config.trainer.compile else MFU
+    lengths = f"{workload.prompt:.0f} prompt and {workload.completion:.0f} sampled tokens a rollout"
+    said = [f"{lengths} ({workload.source})", f"trainer at {mfu:.0%} MFU"]
+    if config.mode == "rl":
+        said += [
+            "environments take no time of their own",
+            f"engines reach {BANDWIDTH_SHARE:.0%} of the memory bandwidth and {DECODE_S * 1000:.0f} ms a token at best",
+            f"weights are written at {WRITE_BYTES_S / 1e9:.2f} GB/s a trainer node and read at "
+            f"{READ_BYTES_S / 1e9:.1f} GB/s an engine",
+        ]
+    return said

@@ -1,0 +1,33 @@
+"""The bench of the trainer as a user starts it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.runs import REPOSITORY, RunDirectory
+
+SMALL = ("num_hidden_layers=2", "hidden_size=32", "intermediate_size=48", "num_attention_heads=4",
+         "num_key_value_heads=2", "head_dim=8", "vocab_size=64")  # fmt: skip
+
+
+def launch(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prime_hpc.launch", "+experiment=bench_trainer", f"run.output_dir={tmp_path}",
+               "run.name=bench", "launcher.live=false", "trainer.device=cpu", "trainer.compile=false",
+               "trainer.dtype=float32", *overrides]  # fmt: skip
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+
+
+def test_two_ranks_measure_a_shape_without_weights(tmp_path):
+    done = launch(tmp_path, "trainer.ranks=2", "max_steps=4", "seq_len=16", "trainer.micro_batch_tokens=32",
+                  *(f"model.shape.{item}" for item in SMALL))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = RunDirectory(tmp_path / "bench").summary
+    assert (summary["ranks"], summary["tokens"], summary["model"]) == (2, 64, "qwen3")
+    assert summary["tokens_per_s"] > 0
+
+
+def test_mistakes_are_reported_together(tmp_path):
+    done = launch(tmp_path, "mode=sft", "trainer.fp8=true", "trainer.micro_batch_tokens=8")
+    assert done.returncode == 2
+    for problem in ("model.shape", "trainer.sft.data", "trainer.fp8"):
+        assert f"{problem} = " in done.stderr

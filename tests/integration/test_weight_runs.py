@@ -1,0 +1,31 @@
+"""Whole runs on the fake engine whose weights travel otherwise than by whole files."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.cluster.faults import Fault
+from prime_hpc.transport.weights import published_versions, read_manifest
+from tests.integration.runs import LocalRun
+
+STEPS = 8
+
+
+@pytest.mark.parametrize("transport", ["nccl", pytest.param("delta", marks=pytest.mark.slow)])
+def test_a_run_goes_on_when_an_engine_dies_in_an_update(tmp_path: Path, tiny_model: Path, transport: str) -> None:
+    faults = [Fault(process="inference-1", point="update.during", action="SIGKILL", count=3)]
+    run = LocalRun(tmp_path, tiny_model, transport, f"max_steps={STEPS}", f"update.transport={transport}",
+                   "update.stall_s=10", "update.keep_versions=20", "update.full_every=50", "inference.replicas=2",
+                   "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}",
+                   "recovery.backoff_s=0.2", faults=faults)  # fmt: skip
+    code, text = run.wait()
+    assert code == 0, text
+    assert run.reported == list(range(1, STEPS + 1))
+    assert f"; weights by {transport}" in " ".join(text.split())
+    assert [event["kind"] for event in run.events if event["unit"] == "inference-1"][:3] == [
+        "exit", "restart", "recovered",
+    ]  # fmt: skip
+    manifests = [read_manifest(run.root / "weights" / f"v{v}") for v in published_versions(run.root / "weights")]
+    assert [m.version for m in manifests] == [f"0.{step}" for step in range(STEPS + 1)]
+    assert manifests[0].whole and not all(m.whole for m in manifests)
+    assert all(m.streamed or m.whole for m in manifests) if transport == "nccl" else all(m.delta for m in manifests[1:])

@@ -1,0 +1,211 @@
+"""Estimates against what was measured: peaks on a GPU (docs/benchmarks.md), what autograd keeps, files of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import parse
+from prime_hpc.models import activations
+from prime_hpc.models.attention import open_attention
+from prime_hpc.models.families import load_family
+from prime_hpc.plan.build import Attempt, build_plan
+from prime_hpc.plan.devices import GIB, known_device
+from prime_hpc.plan.disk import disk_use
+from prime_hpc.plan.foresight import Foresight, foresee
+from prime_hpc.plan.memory import cached_tokens, engine_memory, trainer_memory
+from prime_hpc.plan.time import Pace, estimate_pace, train_seconds
+from prime_hpc.plan.workload import Workload, guess, measured
+from tests.trainer_support import make_run
+
+DENSE_600M = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+              "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+              "tie_word_embeddings": True}  # fmt: skip
+SMOLLM2_135M = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+                "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+                "tie_word_embeddings": True}  # fmt: skip
+H200 = known_device("NVIDIA H200")
+ROW = 16384
+
+
+def make_config(**trainer: Any) -> RunConfig:
+    """As the benchmarks ran: bfloat16, rows of 16,384 tokens, the model of transformers."""
+    return parse({"model": {"impl": "hf"}, "trainer": {"dtype": "bfloat16", "micro_batch_tokens": ROW, **trainer}})
+
+
+@pytest.mark.parametrize(("model", "trainer", "tokens", "measured_gib"), [
+    (DENSE_600M, {}, ROW, 44.5),
+    (DENSE_600M, {"compile": True}, ROW, 33.0),
+    (DENSE_600M, {"activation_checkpointing": True}, ROW, 13.4),
+    # 256 rollouts a step fitted one row: 10,500 tokens/s over steps of 1.13 s
+    (SMOLLM2_135M, {"head_chunk_tokens": 4096}, 11_900, 13.8),
+])  # fmt: skip
+def test_a_trainer_peak_is_within_a_tenth_of_the_measured_one(model, trainer, tokens, measured_gib) -> None:
+    estimate = trainer_memory(make_config(**trainer), model, on_gpu=True, row_tokens=tokens)
+    assert estimate.gpu_bytes / GIB == pytest.approx(measured_gib, rel=0.1)
+
+
+def test_the_kv_cache_holds_as_many_tokens_as_vllm_found_room_for() -> None:
+    config = parse({"inference": {"vllm": {"gpu_memory_utilization": 0.5}}})
+    cache = engine_memory(config, DENSE_600M, gpus=1, device=H200).gpu["KV cache"]
+    assert cached_tokens(config, DENSE_600M, cache, 1) == pytest.approx(633_000, rel=0.01)
+
+
+@pytest.mark.parametrize(("compiled", "measured_per_s"), [(False, 37_900), (True, 61_000)])
+def test_a_trainer_is_as_fast_as_measured(compiled, measured_per_s) -> None:
+    seconds = train_seconds(make_config(compile=compiled), DENSE_600M, 8, Workload(1024, 1024, "documents"), H200)
+    assert 8 * 2048 / seconds == pytest.approx(measured_per_s, rel=0.05)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 1,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+SHARED_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0, **EXPERTS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("llama", {}), ("qwen3", {}), ("qwen3_moe", EXPERTS), ("glm4_moe", SHARED_EXPERTS)]
+)
+def test_activations_are_what_autograd_keeps(kind: str, sizes: dict, dtype: torch.dtype) -> None:
+    config = CONFIG_MAPPING[kind](**SIZES, **sizes)
+    [estimate] = activations.kept_bytes(config.to_dict(), dtype.itemsize, "composite", joined=True)
+    assert kept_by_a_block(config, dtype, tokens=512) / 512 == pytest.approx(estimate, rel=0.04)
+
+
+def kept_by_a_block(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of the tensors that the backward pass of a native block needs, its parameters left out."""
+    model = load_family(config.model_type).build(config).to_empty(device="cpu").to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    attend = open_attention("sdpa", [tokens], torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0](x, model.model.rotary(torch.arange(tokens), dtype), attend)
+    return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in mine)
+
+
+def test_files_of_a_run_are_as_large_as_estimated(tmp_path: Path, tiny_model: Path) -> None:
+    run = make_run(tmp_path, tiny_model, max_steps=2, checkpoint={"every": 1}).record(2).train()
+    hf_config = json.loads((tiny_model / "config.json").read_text())
+    disk = disk_use(run.plan.typed_config(), hf_config, Workload(8, 8, "made up"))
+    assert size_of(run.paths.checkpoint(2)) == pytest.approx(disk.checkpoint, rel=0.05)
+    assert size_of(run.paths.weights_version("0.2")) == pytest.approx(disk.version, rel=0.05)
+    assert size_of(run.paths.root / "model" / "model.safetensors") == pytest.approx(disk.model, rel=0.05)
+
+
+def size_of(path: Path) -> int:
+    return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")))
+
+
+def test_shards_divide_state_but_not_activations() -> None:
+    one, four = (trainer_memory(make_config(ranks=n), DENSE_600M, on_gpu=True).gpu for n in (1, 4))
+    assert four["optimiser"] * 4 == one["optimiser"]
+    assert four["activations"] == one["activations"]
+
+
+def test_copies_optimisers_and_adapters_change_what_a_rank_holds() -> None:
+    whole = trainer_memory(make_config(ranks=4), DENSE_600M, on_gpu=True).gpu
+    copies = trainer_memory(make_config(ranks=4, parallel={"dp_replicate": 2}), DENSE_600M, on_gpu=True).gpu
+    assert copies["weights"] == 2 * whole["weights"]
+    halves = trainer_memory(make_config(ranks=4, parallel={"cp": 2}), DENSE_600M, on_gpu=True).gpu
+    assert (halves["activations"], halves["weights"]) == (whole["activations"] / 2, whole["weights"])
+    narrow = trainer_memory(make_config(ranks=4, parallel={"tp": 2}), DENSE_600M, on_gpu=True).gpu
+    assert whole["activations"] / 2 < narrow["activations"] < whole["activations"]
+    config = make_config(ranks=4)
+    config.lora.rank = 16
+    adapted = trainer_memory(config, DENSE_600M, on_gpu=True).gpu
+    assert adapted["weights"] == whole["weights"]
+    assert adapted["optimiser"] == 2 * adapted["gradients"] == whole["optimiser"] * 2 * 16 / 1024
+    muon = parse({"optimizer": {"name": "muon"}, "trainer": {"ranks": 4}})
+    assert trainer_memory(muon, DENSE_600M, on_gpu=True).gpu["optimiser"] == whole["gradients"]
+
+
+def test_tensor_and_expert_parallel_engines_share_their_weights() -> None:
+    moe = {**SIZES, **EXPERTS, "model_type": "qwen3_moe"}
+    alone = engine_memory(parse({}), moe, gpus=1, device=H200).gpu["weights"]
+    experts = 2 * 8 * 3 * 256 * 96
+    spread = parse({"inference": {"vllm": {"data_parallel_size": 4, "enable_expert_parallel": True}}})
+    assert engine_memory(spread, moe, gpus=4, device=H200).gpu["weights"] == alone - experts * 3 / 4
+    halved = parse({"inference": {"vllm": {"tensor_parallel_size": 2, "quantization": "fp8"}}})
+    assert engine_memory(halved, moe, gpus=2, device=H200).gpu["weights"] == alone / 4
+
+
+def test_checkpoints_on_disk_are_those_that_are_kept_and_the_one_being_written() -> None:
+    workload = Workload(10, 10, "made up")
+    kept = parse({"max_steps": 100, "checkpoint": {"every": 10, "keep_last": 3, "keep_every": 50}})
+    assert disk_use(kept, DENSE_600M, workload).checkpoints == 3 + 2 + 1
+    assert disk_use(parse({"checkpoint": {"every": 0}}), DENSE_600M, workload).checkpoints == 1
+
+
+def pace(**overrides: Any) -> Pace:
+    config = parse({"orchestrator": {"batch_size": 64, "group_size": 8, **overrides}})
+    return estimate_pace(config, DENSE_600M, Workload(100, 500, "made up"), trainer=H200, engine=H200, engine_gpus=1,
+                         trainer_nodes=1, gpus=2)  # fmt: skip
+
+
+def test_a_step_takes_as_long_as_its_slower_side_unless_it_is_synchronous() -> None:
+    both = pace()
+    sides = both.train_s + both.publish_s, both.sample_s + both.load_s
+    assert both.step_s == max(sides)
+    assert pace(max_staleness=0).step_s == sum(sides)
+    assert both.gpu_hours == 2 * both.hours
+    assert both.sampled_per_s * both.step_s == pytest.approx(64 * 500)
+
+
+def test_sampling_takes_longer_where_fewer_rollouts_run_at_once() -> None:
+    assert pace(max_inflight=8).sample_s > 4 * pace(max_inflight=64).sample_s
+
+
+def test_lengths_are_guessed_from_limits_and_measured_where_a_run_has_any() -> None:
+    config = parse({"seq_len": 1000, "env": {"train": [{"id": "a", "sampling": {"max_tokens": 200}}]}})
+    assert (guess(config).prompt, guess(config).completion) == (225.0, 100.0)
+    rows = [{"train/all/prompt_tokens": 10.0, "train/all/completion_tokens": n} for n in (20.0, 40.0)]
+    assert measured([{"loss": 1.0}, *rows], "mine") == Workload(10.0, 30.0, "measured in mine")
+    assert measured([{"loss": 1.0}], "mine") is None
+
+
+def look_ahead(tmp_path: Path, **sections: Any) -> Foresight:
+    config = parse({"launcher": {"name": "slurm_hetjob"}, "env": {"train": [{"id": "a"}]},
+                    "cluster": {"gpus_per_node": 8, "gpu": "H200"}, **sections})  # fmt: skip
+    return foresee(build_plan(config, tmp_path / "mine", Attempt(), gpus=0), config, DENSE_600M)
+
+
+def test_what_does_not_fit_is_said_with_a_remedy(tmp_path: Path) -> None:
+    foresight = look_ahead(tmp_path, trainer={"ranks": 8, "micro_batch_tokens": 262_144, "dtype": "bfloat16"})
+    [warning] = foresight.warnings
+    assert warning.startswith("a trainer rank needs about 3") and "trainer.activation_checkpointing=true" in warning
+    assert [role.role for role in foresight.roles] == ["engine GPU", "trainer rank", "orchestrator", "environment"]
+
+
+def test_gpus_that_nobody_named_leave_the_pace_open(tmp_path: Path) -> None:
+    foresight = look_ahead(tmp_path, cluster={"gpus_per_node": 8})
+    assert foresight.pace is None
+    assert foresight.warnings == ["no estimate of time: cluster.gpu does not say which GPUs the nodes have, e.g. "
+                                  "cluster.gpu=H200"]  # fmt: skip
+    named = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gres": "gpu:h100"})
+    assert named.pace is not None and named.pace.gpus == 8 + 1
+
+
+def test_a_run_too_large_for_the_disk_is_said(tmp_path: Path) -> None:
+    foresight = look_ahead(tmp_path, max_steps=10**6, checkpoint={"every": 1, "keep_every": 1})
+    assert any(
+        words.startswith("the run needs about 66") and "checkpoint.every" in words for words in foresight.warnings
+    )
+
+
+def test_a_node_that_asks_for_too_little_host_memory_is_named(tmp_path: Path) -> None:
+    short = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gpu": "H200", "memory": "8G"}, trainer={"ranks": 8})
+    assert [words.partition(" needs")[0] for words in short.warnings] == ["a node of trainer"]
+    assert "raise cluster.components.trainer.memory" in short.warnings[0]
