@@ -242,7 +242,7 @@ def test_a_manifest_of_weights_that_contradicts_itself_is_refused(version: Path)
     assert str(caught.value) == f"{path} contradicts itself: its digest is not that of its list of files"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": %d}' % weights.MANIFEST_SCHEMA])
 def test_a_manifest_of_weights_that_cannot_be_read_is_refused(version: Path, content: bytes) -> None:
     (version / "manifest.json").write_bytes(content)
     with pytest.raises(CorruptData, match=f"^{version} has no readable manifest: "):
