@@ -1,5 +1,6 @@
 """Bad configuration and bad input: one clear error each, nothing started and nothing written."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -206,6 +207,17 @@ def test_an_environment_that_raises_names_source_and_cause(tmp_path: Path, monke
         Environment("words", SourceConfig(id="words_that_fail"), ModelConfig())
     assert str(caught.value) == ("source 'words': environment 'words_that_fail' does not load: "
                                  "RuntimeError: the word list is missing")  # fmt: skip
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    from prime_hpc.envs.environment import Environment
+
+    model = ModelConfig(path=str(tmp_path))
+    environment = Environment("words", SourceConfig(id="prime_hpc.envs.reverse_text"), model)
+    with pytest.raises(EnvironmentFailure) as caught:
+        asyncio.run(environment.load_renderer())
+    assert str(caught.value).startswith(f"renderer 'default' does not load for {tmp_path}: ")
+    assert str(caught.value).endswith("; set model.renderer or model.tokenizer")
 
 
 @pytest.fixture
