@@ -65,7 +65,6 @@ def test_on_real_parts_the_policy_is_its_own_reference_at_first(tmp_path: Path, 
     for record in records:
         (sample,) = record["samples"]
         sampled = np.array(sample["mask"], dtype=bool)
-        first = sample["versions"][0][0] == "0.0" and len(sample["versions"]) == 1
-        if first:
-            np.testing.assert_allclose(np.array(sample["ref_logprobs"])[sampled], np.array(sample["logprobs"])[sampled],
-                                       atol=1e-4)  # fmt: skip
+        assert [version for version, *_ in sample["versions"]] == ["0.0"]
+        np.testing.assert_allclose(np.array(sample["ref_logprobs"])[sampled], np.array(sample["logprobs"])[sampled],
+                                   atol=1e-4)  # fmt: skip
