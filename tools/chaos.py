@@ -32,7 +32,8 @@ POINTS = {
     "env-reverse_text-0": {"sampling": ["before", "during", "after"]},
 }  # fmt: skip
 """What each process passes by, in order; what comes at the end of a run comes last, and rank 0 alone publishes."""
-ACTIONS = ("SIGKILL", "SIGSTOP", "raise")
+ACTIONS = ("SIGKILL", "raise", "SIGSTOP")
+"""In this order: a process that hangs is woken for its stacks, and may end the run before it is killed."""
 UNITS = {"trainer-0": "trainer", "trainer-1": "trainer", "orchestrator-0": "orchestrator"}
 HANG_S = 12
 STEPS = 60
@@ -121,7 +122,7 @@ def _recovery(cell: Cell, restart: int, events: list[Event]) -> Outcome:
 
 def render(rows: Sequence[Outcome]) -> str:
     """A Markdown table: a row a point, a column a way to fail."""
-    lines = ["| role | point | killed | suspended | exception |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| role | point | killed | exception | suspended |", "| --- | --- | --- | --- | --- |"]
     found = {row.cell: str(row) for row in rows}
     for process, point in dict.fromkeys((row.cell.process, row.cell.point) for row in rows):
         shown = [found.get(Cell(process, point, action), "") for action in ACTIONS]

@@ -151,6 +151,8 @@ class Supervisor:
                 return ending
         for state in self._states:
             failure = self._find_failure(state)
+            if failure and COMPLETE_MARK in list_fresh(self._paths.rendezvous):
+                return None  # what left meanwhile was free to
             ending = self._handle(state, failure) if failure else None
             if ending:
                 return ending

@@ -15,6 +15,8 @@ from prime_hpc.plan.run_plan import NodeGroup, ProcessPlan
 from prime_hpc.plan.units import Unit
 
 SILENT = SimpleNamespace(show=lambda snapshot: None, say=lambda text: None)
+PROCESS = ProcessPlan(name="inference-0", component="inference", index=0, node=0, command=[], log="")
+ENGINE = Unit("inference-0", [PROCESS], NodeGroup(name="inference", first=0, nodes=1, gpus=0))
 IDLE = SimpleNamespace(stop=lambda running, grace_s: None)
 
 
@@ -46,6 +48,31 @@ def test_a_finished_run_is_complete(paths: RunPaths) -> None:
     assert [(e.kind, e.reason) for e in read_events(paths.root, 1)][1:] == [("complete", "complete")]
 
 
+class Leaver:
+    """A unit that leaves of its own accord, in the moment in which the run is declared complete."""
+
+    def __init__(self, paths: RunPaths):
+        self._paths = paths
+
+    def start(self, unit: Unit, restart: int) -> "Leaver":
+        return self
+
+    def stop(self, running: list["Leaver"], grace_s: float) -> None:
+        pass
+
+    def exits(self) -> dict[str, int | None]:
+        (self._paths.rendezvous / "complete").touch()
+        return {"inference-0": 0}
+
+
+def test_who_leaves_as_the_run_completes_has_not_failed(paths: RunPaths) -> None:
+    supervisor = Supervisor(SimpleNamespace(attempt=1, processes=[]), RunConfig(), paths, Leaver(paths), SILENT,
+                            units=[ENGINE])  # fmt: skip
+    ending = supervisor.run()
+    supervisor.stop()
+    assert (ending.kind, [e.kind for e in read_events(paths.root, 1)]) == ("complete", ["start", "complete"])
+
+
 class Doubtful:
     """A unit that runs without end, and whose weights somebody finds damaged whenever it was started."""
 
@@ -70,11 +97,9 @@ class Doubtful:
 def test_restarts_that_are_asked_for_count_in_the_budget(paths: RunPaths) -> None:
     policy = FailurePolicy(max_restarts=2)
     config = RunConfig(recovery=RecoveryConfig(inference=policy, backoff_s=0.01, backoff_max_s=0.01))
-    process = ProcessPlan(name="inference-0", component="inference", index=0, node=0, command=[], log="")
-    unit = Unit("inference-0", [process], NodeGroup(name="inference", first=0, nodes=1, gpus=0))
     doubtful = Doubtful(paths)
-    supervisor = Supervisor(SimpleNamespace(attempt=1, processes=[process]), config, paths, doubtful, SILENT,
-                            units=[unit])  # fmt: skip
+    supervisor = Supervisor(SimpleNamespace(attempt=1, processes=ENGINE.processes), config, paths, doubtful, SILENT,
+                            units=[ENGINE])  # fmt: skip
     ending = supervisor.run()
     supervisor.stop()
     reason = "orchestrator-0 asked: CorruptData: damaged"
