@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,8 +40,7 @@ def open_world(rank: int, ranks: int, store: Path, config: RunConfig) -> World:
 
 def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, sequence_loss: bool,
                parallel: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
-    """Losses of both batches, the gradients of their sum by the names of the checkpoint, their norm, and the metrics
-    of the experts."""
+    """Losses of both batches, the gradients of their sum, the norm of these, and the metrics of the experts."""
     config = RunConfig()
     config.model.path, config.model.impl = str(model), impl
     config.trainer.head_chunk_tokens = 5
@@ -57,10 +55,7 @@ def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, seque
         batch = RankBatch(step=step, rank=world.dp_rank, micro_batches=micro_batches, sample_ids=[], journal_offset=0)
         result = forward_backward(policy, batch, config, world, PolicyVersion(0, step - 1), Stopwatch())
         losses.append(result.losses[WHOLE])
-    gradients: dict[str, np.ndarray] = {}
-    for name, parameter in policy.named_parameters():
-        whole = policy.conversion.to_hf(name, parameter.grad.full_tensor())
-        gradients |= {hf_name: gradient.numpy().copy() for hf_name, gradient in whole.items()}
+    gradients = {name: p.grad.full_tensor().numpy().copy() for name, p in policy.named_parameters()}
     norm = clip_gradients(list(policy.parameters()), 0.5)
     clipped = clip_gradients(list(policy.parameters()), None)
     return {"losses": losses, "gradients": gradients, "norm": norm, "clipped": clipped,

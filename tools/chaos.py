@@ -28,7 +28,7 @@ POINTS = {
     "orchestrator-0": {"sampling": ["before", "after"], "batch": ["before", "during", "after"],
                        "update": ["before", "during", "after"], "evaluation": ["before", "after"],
                        "shutdown": ["before", "during", "after"]},
-    "inference-0": {"sampling": ["before", "during", "after"], "update": ["before", "during", "after"]},
+    "inference-0": {"update": ["before", "during", "after"], "sampling": ["before", "during", "after"]},
     "env-reverse_text-0": {"sampling": ["before", "during", "after"]},
 }  # fmt: skip
 """What each process passes by, in order; what comes at the end of a run comes last, and rank 0 alone publishes."""

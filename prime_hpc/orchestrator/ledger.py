@@ -25,6 +25,8 @@ from prime_hpc.orchestrator.versions import Versions
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, StepReport
 
 TICK_S = 0.5
+SINCE_LAST_STEP = "time/since_last_step"
+"""Every row that comes from a report has this."""
 SHOWN_ROLLOUTS = 3
 NOTHING: Mapping[str, list[float]] = MappingProxyType({})
 
@@ -38,7 +40,8 @@ class Ledger:
         self._recorder = RolloutRecorder(role) if role.config.monitor.rollouts else None
         self._begin = time.monotonic()
         self._rows: dict[int, Metrics] = defaultdict(dict)
-        self._reported = max([start_step, *read_metrics(role.paths.metrics)]) if role.restart else start_step
+        rows = read_metrics(role.paths.metrics)
+        self._reported = max((step for step, row in rows.items() if SINCE_LAST_STEP in row), default=start_step)
         self._changed = asyncio.Condition()
         self._progress: dict[str, float | int] = {}
         self._update: Metrics = {}
@@ -118,13 +121,13 @@ class Ledger:
         now = time.monotonic()
         row = {**self._rows.pop(report.step, {}), **report.metrics, **self._update}
         self._update = {}
-        row["time/since_last_step"] = now - self._last_report
+        row[SINCE_LAST_STEP] = now - self._last_report
         row["perf/rollout_tokens_per_s"] = (self._tokens - self._last_tokens) / (now - self._last_report)
         row.update(self._idle())
         self._last_report, self._last_tokens = now, self._tokens
         if self._reports:  # the first step waited for engines and environments to start
             self._trainer_idle_s += report.metrics.get("time/wait_for_batch", 0.0)
-            self._trainer_s += row["time/since_last_step"]
+            self._trainer_s += row[SINCE_LAST_STEP]
         self._reports += 1
         self._monitor.log(report.step, row)
         self._reported = report.step

@@ -1,16 +1,17 @@
 """The orchestrator's driver: sample without pause, cut a batch whenever one is due, follow the trainer's versions."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import source_name
-from prime_hpc.errors import EnvironmentFailure
+from prime_hpc.errors import DeadlineExceeded, EnvironmentFailure
 from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
@@ -138,8 +139,8 @@ class Orchestrator:
         None once the run is asked to leave.
         """
         near = step - self.config.orchestrator.max_lead
-        with self.role.heart.waiting(f"version {near}", "trainer-0", self.config.trainer.batch_timeout_s):
-            await self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
+        trained = self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
+        await self._wait(f"version {near}", "trainer-0", trained)
         for _ in range(self.config.orchestrator.max_empty_batches):
             groups = await self._take(step)
             if self.drained:
@@ -157,9 +158,9 @@ class Orchestrator:
     async def _take(self, step: int) -> list[Group]:
         """Groups of batch `step`; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
-        with self.role.heart.waiting(f"{size} finished rollouts", "environment", self.config.trainer.batch_timeout_s):
-            async with scheduler.changed:
-                await scheduler.changed.wait_for(lambda: scheduler.enough(step) or self.drained)
+        async with scheduler.changed:
+            enough = scheduler.changed.wait_for(lambda: scheduler.enough(step) or self.drained)
+            await self._wait(f"{size} finished rollouts", "environment", enough)
         return [] if self.drained else scheduler.take(step)
 
     async def _ship(self, batch: Batch) -> None:
@@ -196,7 +197,7 @@ class Orchestrator:
         await self.shelf.close(last)
         await self.scheduler.close()
         self.role.reach("shutdown.before")
-        await self.ledger.wait_reported(last)
+        await self._wait(f"the report of step {last}", "trainer-0", self.ledger.wait_reported(last))
         await asyncio.to_thread(self._wait_trained)
         self.role.reach("shutdown.during")
         await self._evaluate(last, last=True)
@@ -226,6 +227,20 @@ class Orchestrator:
         self.role.reach("evaluation.before")
         self.ledger.evaluated(step, await self.evaluator.run(self.versions.served))
         self.role.reach("evaluation.after")
+
+    async def _wait(self, what: str, owner: str, awaited: Coroutine[Any, Any, object]) -> None:
+        """Await what another process owes, under its name and the deadline that the trainer has for a batch.
+
+        Raises:
+            DeadlineExceeded: it did not come.
+        """
+        timeout_s = self.config.trainer.batch_timeout_s
+        with self.role.heart.waiting(what, owner, timeout_s):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await awaited
+            except TimeoutError:
+                raise DeadlineExceeded(self.role.process.name, what, owner, timeout_s) from None
 
     def _wait_trained(self) -> None:
         """The ranks still need answers until they have marked themselves trained."""

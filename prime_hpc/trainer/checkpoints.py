@@ -5,10 +5,11 @@ boundary, rank 0 seals the directory with its manifest and renames it.
 """
 
 import errno
+import math
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.transport import checkpoints
 from prime_hpc.transport.checkpoints import CheckpointManifest
+from prime_hpc.transport.messages import StepReport
 from prime_hpc.transport.weights import FileEntry
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,6 +53,7 @@ class _Save:
     partial: Path
     began: float
     outcome: "Future[_Outcome]"
+    report: StepReport | None
 
 
 class Checkpointer:
@@ -68,6 +71,8 @@ class Checkpointer:
         """Step of the newest complete checkpoint of this run, 0 for none."""
         self.save_s: float | None = None
         """Seconds from the begin of the newest save until it was complete."""
+        self.report: StepReport | None = None
+        """Of the newest step, on rank 0."""
 
     def load(self, checkpoint: Path) -> int:
         """Restore everything from `checkpoint`, written by any number of ranks; returns its step.
@@ -92,6 +97,9 @@ class Checkpointer:
         if "rng" in state:
             self._restore_rng(state["rng"], stored)
         self.newest = manifest.step
+        if manifest.report and self._world.first:
+            metrics = {name: math.nan if value is None else value for name, value in manifest.report.items()}
+            self.report = StepReport(step=manifest.step, metrics=metrics)
         return manifest.step
 
     def costs(self) -> dict[str, float]:
@@ -106,6 +114,12 @@ class Checkpointer:
         if every and step % every == 0:
             self._wait(final=False)
             self._begin(step, journal_offset)
+
+    def note(self, report: StepReport | None) -> None:
+        """Take the report of the step that has just ended, whose checkpoint is to hold it."""
+        self.report = report
+        if self._save and report and self._save.step == report.step:
+            self._save = replace(self._save, report=report)
 
     def finish(self, step: int, journal_offset: int) -> Path:
         """Wait until a complete checkpoint of the last `step` exists, and return it.
@@ -129,7 +143,8 @@ class Checkpointer:
         saved = dcp.async_save(self._state(), storage_writer=_ShardWriter(partial),
                                process_group=self._world.background)  # fmt: skip
         outcome = self._thread.submit(_await_files, saved, partial, self._world.rank)
-        self._save = _Save(step, journal_offset, partial, began, outcome)
+        report = self.report if self.report and self.report.step == step else None
+        self._save = _Save(step, journal_offset, partial, began, outcome, report)
 
     def _all_done(self) -> bool:
         done = torch.tensor(int(self._save.outcome.done()))
@@ -163,7 +178,8 @@ class Checkpointer:
         self._role.reach("save.during")
         manifest = CheckpointManifest(step=save.step, lineage=self._lineage, world=self._world.size,
                                       journal_offset=save.journal_offset, files=files,
-                                      config=self._role.plan.config)  # fmt: skip
+                                      config=self._role.plan.config,
+                                      report=save.report.metrics if save.report else {})  # fmt: skip
         final = checkpoints.publish(save.partial, manifest)
         keep = self._role.config.checkpoint
         removed = checkpoints.prune(self._directory, keep.keep_last, keep.keep_every)

@@ -45,7 +45,7 @@ def run(role: Role) -> None:
                   policy.backend, world.size, world.device, step)  # fmt: skip
     role.rendezvous.publish("ready", step=step)
     source = _open_source(role, world, policy)
-    report, batch = None, None
+    report, batch = checkpointer.report, None
     while step < config.max_steps:
         watch = Stopwatch()
         role.reach("batch.before")
@@ -72,6 +72,7 @@ def run(role: Role) -> None:
         with watch("checkpoint"):
             checkpointer.save_if_due(step, batch.journal_offset)
         report = _report(role, step, result, optimized, {**watch.seconds(), **checkpointer.costs()}, world)
+        checkpointer.note(report)
         if batch.last:
             break
     role.reach("shutdown.before")

@@ -22,7 +22,11 @@ PREFIX = "step_"
 
 
 class CheckpointManifest(msgspec.Struct, kw_only=True):
-    """What a checkpoint holds. `journal_offset` is where the orchestrator's journal goes on after batch `step`."""
+    """What a checkpoint holds. `journal_offset` is where the orchestrator's journal goes on after batch `step`.
+
+    `report` is what was measured in that step, null where not finite: ranks that died before they could hand it over do
+    so when they have come back to it.
+    """
 
     schema: int = CHECKPOINT_SCHEMA
     step: int
@@ -31,6 +35,7 @@ class CheckpointManifest(msgspec.Struct, kw_only=True):
     journal_offset: int
     files: dict[str, FileEntry]
     config: dict[str, Any]
+    report: dict[str, float | None] = {}
 
 
 def partial_path(directory: Path, step: int) -> Path:

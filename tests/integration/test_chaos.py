@@ -12,6 +12,7 @@ from tools.endurance import account, broken_promises
 FEW = [
     Cell("trainer-1", "update.during", "SIGKILL"),
     Cell("trainer-1", "save.after", "raise"),
+    Cell("trainer-1", "shutdown.during", "SIGKILL"),
     Cell("orchestrator-0", "batch.during", "raise"),
     Cell("orchestrator-0", "update.during", "SIGKILL"),
     Cell("inference-0", "sampling.during", "SIGSTOP"),

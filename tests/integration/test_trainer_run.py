@@ -73,6 +73,15 @@ def test_a_resumed_run_takes_bitwise_the_same_steps(tmp_path, tiny_model):
     assert resumed.report(4).metrics["loss"] == whole.report(4).metrics["loss"]
 
 
+def test_ranks_that_come_back_to_a_checkpoint_hand_over_what_its_step_measured(tmp_path, tiny_model):
+    first = make_run(tmp_path, tiny_model, max_steps=2, checkpoint={"every": 1}).record(2, poison=1).train()
+    measured = first.report(2).metrics
+    again = make_run(tmp_path, tiny_model, attempt=2, checkpoint_path=first.paths.checkpoint(2), max_steps=2)
+    (first.paths.batches / "step_3" / "request_0.bin").unlink()
+    assert again.train().report(2).metrics == pytest.approx(measured, rel=0, abs=0, nan_ok=True)
+    assert checkpoints.read_manifest(first.paths.checkpoint(1)).report["loss"] is None, "it was not finite"
+
+
 def test_saving_does_not_disturb_training(tmp_path, tiny_model):
     plain = make_run(tmp_path / "plain", tiny_model, max_steps=3).record(3).train()
     saving = make_run(tmp_path / "saving", tiny_model, max_steps=3, checkpoint={"every": 1, "keep_last": 1})
