@@ -55,8 +55,10 @@ def exchange(backend: str, devices: list[str], act: Callable[[int, int], None]) 
     link = open_link(backend, store, "x", 0, size, device, STALL_S, time.monotonic() + 60)
     try:
         for number in range(BUCKETS):
-            link.post(pack(LAYOUT, [t.to(device) for t in tensors(number)], device))
+            bucket = pack(LAYOUT, [t.to(device) for t in tensors(number)], device)
             link.settle()
+            link.post(bucket)
+        link.settle()
     except PrimeHPCError as error:
         failure = str(error)
         link.close()

@@ -1,10 +1,8 @@
 """One optimiser step's worth of work of a trainer under any division of model and batch, for tests."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,6 +15,7 @@ from prime_hpc.models.degrees import choose_degrees
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.loop import forward_backward
+from prime_hpc.trainer.measure import Stopwatch
 from prime_hpc.trainer.model import PackedRow, build_policy
 from prime_hpc.trainer.optim import WHOLE
 from prime_hpc.trainer.parallel.clip import clip_gradients
@@ -41,8 +40,7 @@ def open_world(rank: int, ranks: int, store: Path, config: RunConfig) -> World:
 
 def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, sequence_loss: bool,
                parallel: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
-    """Losses of both batches, the gradients of their sum by the names of the checkpoint, their norm, and the metrics
-    of the experts."""
+    """Losses of both batches, the gradients of their sum, the norm of these, and the metrics of the experts."""
     config = RunConfig()
     config.model.path, config.model.impl = str(model), impl
     config.trainer.head_chunk_tokens = 5
@@ -55,12 +53,9 @@ def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, seque
     for step, count in enumerate(SAMPLES, start=1):
         micro_batches = pack(make_samples(step, count=count), world.dp_size, ROW_TOKENS)[world.dp_rank]
         batch = RankBatch(step=step, rank=world.dp_rank, micro_batches=micro_batches, sample_ids=[], journal_offset=0)
-        role = SimpleNamespace(config=config)
-        losses.append(forward_backward(policy, batch, role, world, PolicyVersion(0, step - 1)).losses[WHOLE])
-    gradients: dict[str, np.ndarray] = {}
-    for name, parameter in policy.named_parameters():
-        whole = policy.conversion.to_hf(name, parameter.grad.full_tensor())
-        gradients |= {hf_name: gradient.numpy().copy() for hf_name, gradient in whole.items()}
+        result = forward_backward(policy, batch, config, world, PolicyVersion(0, step - 1), Stopwatch())
+        losses.append(result.losses[WHOLE])
+    gradients = {name: p.grad.full_tensor().numpy().copy() for name, p in policy.named_parameters()}
     norm = clip_gradients(list(policy.parameters()), 0.5)
     clipped = clip_gradients(list(policy.parameters()), None)
     return {"losses": losses, "gradients": gradients, "norm": norm, "clipped": clipped,

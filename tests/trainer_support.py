@@ -26,7 +26,7 @@ from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 from prime_hpc.trainer import loop
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, Sample, StepReport, decode, encode
-from tests.rank_pool import RankPool
+from tests.ranks import run_ranks
 
 REPO = Path(__file__).parents[1]
 BASE = {
@@ -73,11 +73,11 @@ class TrainerRun:
                     dist.destroy_process_group()
         return self
 
-    def train_on(self, pool: RankPool) -> "TrainerRun":
-        """Run the ranks in processes of a pool."""
+    def train_in_forks(self) -> "TrainerRun":
+        """Run every rank in a process that has imported all already."""
         self.paths.plan.write_bytes(self.plan.dump())
         with self.supervised():
-            pool.run(len(self.plan.of("trainer")), train_rank, self.plan, os.environ["PRIME_HPC_HOME"])
+            run_ranks(len(self.plan.of("trainer")), train_rank, self.plan, os.environ["PRIME_HPC_HOME"])
         return self
 
     def train_in_processes(self) -> "TrainerRun":
@@ -113,7 +113,7 @@ class TrainerRun:
 
 
 def train_rank(rank: int, plan: RunPlan, home: str) -> None:
-    """What the process of a rank does. Its home is that of the test, not of the pool."""
+    """What the process of a rank does. Its home is that of the test, not that of the process it was forked from."""
     os.environ["PRIME_HPC_HOME"] = home
     loop.run(Role(plan, plan.process(f"trainer-{rank}")))
 

@@ -2,9 +2,10 @@
 
 The orchestrator's own parts (environment pool, runner, scheduler, journal, batch maker) on one core, against
 environment servers in processes of their own that answer over the real wire with a recorded episode of 20 turns. There
-is no engine and no trainer: a batch counts as trained once it is packed. `--failing` and `--hanging` are shares of
-episodes that end in an error of their environment, or only at their time limit. `lost` counts episodes that ended and
-are in no batch and do not wait for one.
+is no engine and no trainer: a batch counts as trained once it is packed. Episodes last between half and one and a half
+times `--seconds`; `--failing` and `--hanging` are shares of them that end in an error of their environment, or only at
+their time limit. `late` counts answers to episodes that were given up already, `lost` episodes that ended and are in no
+batch and do not wait for one.
 """
 
 import argparse
@@ -60,7 +61,6 @@ from prime_hpc.transport.messages import (
 
 SOURCE, TURNS, SAID, SAMPLED = "recorded", 20, 200, 100
 """Tokens of a turn: what the environment says, what the policy samples."""
-TIME_LIMIT_S = 20.0
 TICK_S = 0.01
 SETTLE = 100
 """Turns of the event loop after which everybody has seen what came in."""
@@ -74,6 +74,11 @@ class Load:
     seconds: float
     failing: float
     hanging: float
+
+    @property
+    def limit_s(self) -> float:
+        """Time limit of an episode, which only those that hang reach."""
+        return 3 * self.seconds
 
 
 def recorded(request: RunRollout, reward: float) -> Rollout:
@@ -106,7 +111,7 @@ def serve(name: str, keys: RunSecrets, address: str, capacity: int, load: Load) 
             if isinstance(request, RunRollout):
                 end = generator.random()
                 fate = "hang" if end < load.hanging else "fail" if end < load.hanging + load.failing else "end"
-                seconds = TIME_LIMIT_S if fate == "hang" else generator.expovariate(1 / load.seconds)
+                seconds = load.limit_s if fate == "hang" else load.seconds * generator.uniform(0.5, 1.5)
                 heapq.heappush(due, (time.monotonic() + seconds, count, request, fate))
             elif isinstance(request, CancelRollout):
                 due = [entry for entry in due if entry[2].rollout_id != request.rollout_id]
@@ -153,13 +158,17 @@ class Tally:
     """What came in."""
 
     delays: list[float] = field(default_factory=list)
-    ends: Counter = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    late: int = 0
 
     def watch(self, pool: EnvPool) -> None:
         """Note how long each answer was on its way."""
         deliver = pool._done
 
         def noting(done: RolloutDone) -> None:
+            if done.rollout.rollout_id not in pool._pending:
+                self.late += 1
+                return
             self.delays.append(time.monotonic() - done.rollout.metrics["sent"])
             failure = done.rollout.failure
             self.ends[failure.type if failure else "scored"] += 1
@@ -168,11 +177,14 @@ class Tally:
         pool._done = noting  # type: ignore[method-assign]
 
 
-def prepare(root: Path, model: Path, inflight: int, batch: int) -> Role:
+def prepare(root: Path, inflight: int, batch: int, limit_s: float) -> Role:
     """The role of an orchestrator without a run around it."""
+    model = root / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes(msgspec.json.encode(SHAPE))
     config = RunConfig(seq_len=TURNS * (SAID + SAMPLED))
     config.model.path, config.env.train = str(model), [SourceConfig(id=SOURCE)]
-    config.env.rollout_timeout_s = TIME_LIMIT_S
+    config.env.rollout_timeout_s = limit_s
     settings = config.orchestrator
     settings.batch_size, settings.group_size, settings.max_inflight = batch, 8, inflight
     settings.max_staleness = 10**6
@@ -228,6 +240,7 @@ async def bench(role: Role, episodes: int, servers: int, load: Load) -> dict[str
         "delay p99 ms": 1000 * float(np.percentile(tally.delays[started:], 99)),
         "memory MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         **{f"ended: {end}": count for end, count in tally.ends.items()},
+        "late": tally.late,
         "lost": sum(tally.ends.values()) - batched - waiting,
     }
 
@@ -238,18 +251,15 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=16_000)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--servers", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=20.0, help="mean length of an episode")
+    parser.add_argument("--seconds", type=float, default=20.0, help="mean duration of an episode")
     parser.add_argument("--failing", type=float, default=0.0)
     parser.add_argument("--hanging", type=float, default=0.0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
-        root, model = Path(folder), Path(folder, "model")
-        model.mkdir()
-        (model / "config.json").write_text(msgspec.json.encode(SHAPE).decode())
-        role = prepare(root, model, options.inflight, options.batch)
         load = Load(options.seconds, options.failing, options.hanging)
+        role = prepare(Path(folder), options.inflight, options.batch, load.limit_s)
         for name, value in asyncio.run(bench(role, options.episodes, options.servers, load)).items():
             print(f"{name:>24} {value:.2f}")
 

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.clients.train import ElasticRendererPool
 from verifiers.v1.utils.loaders import env_config_type
 
 from prime_hpc.config.env import SourceConfig
@@ -56,6 +57,21 @@ class Environment:
         if self.tasks.count == 0:
             raise EnvironmentFailure(f"source {name!r}: environment {source.id!r} has no task; check its args")
 
+    async def load_renderer(self) -> None:
+        """Load what turns messages into tokens where all episodes find it: the seconds it takes are none of theirs.
+
+        Raises:
+            EnvironmentFailure: the model has no such renderer.
+        """
+        tokenizer = self._model.tokenizer or self._model.path
+        try:
+            client = self._client("", KEY_VARIABLE)
+            await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise EnvironmentFailure(f"renderer {self._model.renderer!r} does not load for {tokenizer}: {cause}; "
+                                     "set model.renderer or model.tokenizer") from error  # fmt: skip
+
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Keeps up what episodes share (tool servers, the endpoint of the agents)."""
         return self._env.serving()
@@ -66,15 +82,15 @@ class Environment:
         return await self._env.run_slot(self._env.slots(task)[0], self._context(request))
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
-        client = vf.TrainClientConfig(
-            base_url=f"{request.base_url}/v1",
-            api_key_var=request.key_variable or KEY_VARIABLE,
-            renderer={"name": self._model.renderer},
-            renderer_model_name=self._model.tokenizer or self._model.path,
-        )
+        client = self._client(request.base_url, request.key_variable or KEY_VARIABLE)
         given = {name: value for name, value in request.sampling.items() if value is not None}
         sampling = vf.SamplingConfig(**given, cache_salt=str(request.version))
         return vf.ModelContext(model=request.model, client=client, sampling=sampling)
+
+    def _client(self, base_url: str, key_variable: str) -> vf.TrainClientConfig:
+        return vf.TrainClientConfig(base_url=f"{base_url}/v1", api_key_var=key_variable,
+                                    renderer={"name": self._model.renderer},
+                                    renderer_model_name=self._model.tokenizer or self._model.path)  # fmt: skip
 
 
 def offer_token(token: str) -> None:

@@ -40,7 +40,8 @@ class KillablePool:
                 process.stdin.write(msgspec.json.encode(arguments) + b"\n")
                 answer = await self._answer(process, seconds)
             except BaseException:
-                process.kill()
+                if process.returncode is None:
+                    process.kill()
                 raise
             self._idle.append(process)
         if "error" in answer:

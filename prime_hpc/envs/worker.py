@@ -105,6 +105,7 @@ class Worker:
     async def serve(self) -> None:
         """Work until SIGTERM; what runs then is answered as cancelled."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._role.on_terminate(self._stop.set))
+        await self._environment.load_renderer()
         self._watchdog.allow(self._role.config.env.rollout_timeout_s + BLOCK_GRACE_S, STOOD_STILL)
         context = zmq.asyncio.Context()
         self._socket = sockets.dealer(context, self._role.secrets, self._address, self._role.process.name)

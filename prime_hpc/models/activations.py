@@ -32,6 +32,17 @@ def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
     return [widths.hidden * dtype_bytes for widths in layer_widths(hf_config)]
 
 
+def product_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1) -> list[int]:
+    """Bytes of each layer for one token where its input and the outputs of its products and of attention are kept, and
+    all else is computed anew."""
+    return [dtype_bytes * _products(widths, split) for widths in layer_widths(hf_config)]
+
+
+def _products(widths: Widths, split: int) -> int:
+    attention = widths.query + widths.key + widths.value + widths.latent + widths.out
+    return (2 + max(1, widths.routed)) * widths.hidden + (attention + 2 * widths.feed_forward) // split
+
+
 def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int) -> int:
     normed = 2 * widths.hidden + (widths.query + widths.key if widths.norms_heads else 0) // split
     attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)

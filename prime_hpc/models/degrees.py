@@ -58,8 +58,18 @@ def choose_degrees(config: RunConfig, ranks: int) -> Degrees:
 
 
 def find_parallel_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Degrees that do not divide the ranks or the model, with those that do."""
-    return [] if config.mode == "serve" else _settle(config, trainer_ranks(config))[1]
+    """Degrees of the trainer and of the engines that do not divide the ranks or the model, with those that do."""
+    trainer = [] if config.mode == "serve" else _settle(config, trainer_ranks(config))[1]
+    return trainer + (_engine_problems(config) if config.mode in ("rl", "serve", "sample") else [])
+
+
+def _engine_problems(config: RunConfig) -> list[ConfigProblem]:
+    hf_config, degree = hf_config_of(config.model), config.inference.vllm.get("tensor_parallel_size", 1)
+    heads = divisions(hf_config).heads if hf_config else degree
+    if not isinstance(degree, int) or degree < 1 or heads % degree == 0:
+        return []
+    expected = f"{_list(_divisors(heads))}, which divide the {heads} attention heads"
+    return [ConfigProblem("inference.vllm.tensor_parallel_size", degree, expected)]
 
 
 def _settle(config: RunConfig, ranks: int) -> tuple[Degrees, list[ConfigProblem]]:

@@ -106,7 +106,7 @@ def _overfull(roles: list[RoleMemory]) -> list[str]:
 
 
 _REMEDIES = {
-    "activations": "trainer.activation_checkpointing=true, then trainer.parallel.cp or a shorter seq_len",
+    "activations": "trainer.activation_checkpointing=full, then trainer.parallel.cp or a shorter seq_len",
     "logits": "a smaller trainer.head_chunk_tokens",
     "weights": "more GPUs (trainer.ranks, inference.vllm.tensor_parallel_size)",
 }

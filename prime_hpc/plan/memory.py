@@ -111,10 +111,14 @@ def trainer_work(config: RunConfig, hf_config: HFConfig, row_tokens: int | None,
     last = tokens * hidden * (activations.norm_bytes(norm, width) + 2 * width)
     logits = MASTER * min(tokens, trainer.head_chunk_tokens) * vocabulary
     head = max(3 * logits, 2 * logits + (MASTER + width) * vocabulary * hidden)
-    if not trainer.activation_checkpointing:
+    if trainer.activation_checkpointing == "none":
         return {"activations": tokens * sum(kept) + last, "logits": head}
-    inputs = tokens * sum(activations.input_bytes(hf_config, width)) + last
-    return {"activations": inputs + max(0, tokens * max(kept) - head), "logits": head}
+    if trainer.activation_checkpointing == "selective":
+        left = activations.product_bytes(hf_config, width, split=trainer.parallel.tp)
+    else:
+        left = activations.input_bytes(hf_config, width)
+    one_anew = tokens * max(all_of_it - part for all_of_it, part in zip(kept, left, strict=True))
+    return {"activations": tokens * sum(left) + last + max(0, one_anew - head), "logits": head}
 
 
 def longest_row(config: RunConfig) -> int:

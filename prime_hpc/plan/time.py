@@ -90,7 +90,7 @@ def estimate_pace(config: RunConfig, hf_config: HFConfig, workload: Workload, *,
 def train_seconds(config: RunConfig, hf_config: HFConfig, rollouts: int, workload: Workload, device: Device) -> float:
     """Forward, backward and optimiser of a batch, on all ranks."""
     flops = spec.train_flops(hf_config, [ceil(workload.tokens)]) * rollouts
-    flops *= RECOMPUTE if config.trainer.activation_checkpointing else 1.0
+    flops *= RECOMPUTE if config.trainer.activation_checkpointing == "full" else 1.0
     return flops / (device.flops * (MFU_COMPILED if config.trainer.compile else MFU) * trainer_ranks(config))
 
 

@@ -90,9 +90,9 @@ def differentiate(
     scores = logits.to(temperatures.dtype) / temperatures[:, None] - normaliser[:, None]
     probs = scores.exp()
     onehot = targets[:, None] == torch.arange(logits.shape[-1], device=logits.device)
-    by_logprob = grad[:, None] * (onehot.to(probs.dtype) - probs)
-    by_entropy = entropy_grad[:, None] * probs * (scores + entropy[:, None])
-    return ((by_logprob - by_entropy) / temperatures[:, None]).to(logits.dtype)
+    by_logprob = (grad / temperatures)[:, None] * (onehot.to(probs.dtype) - probs)
+    by_entropy = (entropy_grad / temperatures)[:, None] * probs * (scores + entropy[:, None])
+    return (by_logprob - by_entropy).to(logits.dtype)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

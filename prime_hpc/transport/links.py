@@ -119,6 +119,7 @@ class IpcLink:
         self._stall = timedelta(seconds=stall_s)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._count = 0
+        self._posted = False
 
     def post(self, bucket: Tensor) -> None:
         self._count += 1
@@ -127,8 +128,12 @@ class IpcLink:
         torch.cuda.synchronize(self._device)
         with losing("a receiver of weights"):
             self._store.set(f"full.{self._count}", handle)
+        self._posted = True
 
     def settle(self) -> None:
+        if not self._posted:
+            return
+        self._posted = False
         taken = [f"taken.{self._count}.{rank}" for rank in self._receivers]
         with losing("a receiver of weights"):
             self._store.wait(taken, self._stall)

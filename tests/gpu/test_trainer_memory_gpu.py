@@ -24,7 +24,7 @@ def head_gradients(device: torch.device, dtype: torch.dtype, floats: torch.dtype
     return [x.detach().double().cpu() for x in (*scores, *torch.autograd.grad((scores * upstream).sum(), inputs))]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_the_head_equals_plain_arithmetic_in_float64(dtype, tolerance):
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = head_gradients(torch.device("cpu"), torch.float64, torch.float64)

@@ -1,5 +1,6 @@
 """Bad configuration and bad input: one clear error each, nothing started and nothing written."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -208,6 +209,17 @@ def test_an_environment_that_raises_names_source_and_cause(tmp_path: Path, monke
                                  "RuntimeError: the word list is missing")  # fmt: skip
 
 
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    from prime_hpc.envs.environment import Environment
+
+    model = ModelConfig(path=str(tmp_path))
+    environment = Environment("words", SourceConfig(id="prime_hpc.envs.reverse_text"), model)
+    with pytest.raises(EnvironmentFailure) as caught:
+        asyncio.run(environment.load_renderer())
+    assert str(caught.value).startswith(f"renderer 'default' does not load for {tmp_path}: ")
+    assert str(caught.value).endswith("; set model.renderer or model.tokenizer")
+
+
 @pytest.fixture
 def version(tmp_path: Path) -> Path:
     """A sealed version of weights with one file of 6 bytes."""
@@ -242,7 +254,7 @@ def test_a_manifest_of_weights_that_contradicts_itself_is_refused(version: Path)
     assert str(caught.value) == f"{path} contradicts itself: its digest is not that of its list of files"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": %d}' % weights.MANIFEST_SCHEMA])
 def test_a_manifest_of_weights_that_cannot_be_read_is_refused(version: Path, content: bytes) -> None:
     (version / "manifest.json").write_bytes(content)
     with pytest.raises(CorruptData, match=f"^{version} has no readable manifest: "):

@@ -210,6 +210,7 @@ def test_reverse_text_from_hello_to_the_end(orchestrator: Orchestrator, engine: 
 def test_turns_of_a_stable_tokenizer_are_one_sample(orchestrator: Orchestrator, engine: script.ScriptedEngine) -> None:
     orchestrator.hello("env-zoo-0")
     done = run_zoo(orchestrator, engine, "turns")
+    assert done.rollout.failure is None
     ids, mask = [], []
     versions = []
     for text in ("turns", "again", "more"):

@@ -1,6 +1,5 @@
 """Any division of model and batch over ranks computes what one rank computes, in float32 over gloo."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from prime_hpc.models.tiny import make_char_tokenizer
 from tests.models_support import save_model
 from tests.parallel_support import accumulate, check_attention, check_journey
-from tests.rank_pool import RankPool
+from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
 DENSE, BIASED, SPARSE, GLM = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe"
@@ -54,14 +53,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def compute(pool, tmp_path_factory):
+def compute(tmp_path_factory):
     """Runs a case and keeps what one rank computes of a model."""
     models = {name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM)}
     for name, path in models.items():
@@ -69,7 +61,7 @@ def compute(pool, tmp_path_factory):
 
     def run(ranks: int, model: str, impl: str, sequence_loss: bool, degrees: dict[str, Any]) -> list[dict[str, Any]]:
         store = tmp_path_factory.mktemp("store") / "store"
-        return pool.run(ranks, accumulate, ranks, store, models[model], impl, sequence_loss, degrees)
+        return run_ranks(ranks, accumulate, ranks, store, models[model], impl, sequence_loss, degrees)
 
     @cache
     def run_alone(model: str, impl: str, sequence_loss: bool) -> dict[str, Any]:
@@ -109,13 +101,13 @@ def check(compute: Any, ranks: int, model: str, impl: str, degrees: dict[str, An
 
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_divided_attention_is_that_of_the_whole_row(ranks, style, pool, tmp_path):
-    for difference in pool.run(ranks, check_attention, ranks, tmp_path / "store", style):
+def test_divided_attention_is_that_of_the_whole_row(ranks, style, tmp_path):
+    for difference in run_ranks(ranks, check_attention, ranks, tmp_path / "store", style):
         assert difference < 1e-14
 
 
-def test_rows_reach_the_ranks_of_their_experts_and_return(pool, tmp_path):
-    first, second = pool.run(2, check_journey, 2, tmp_path / "store")
+def test_rows_reach_the_ranks_of_their_experts_and_return(tmp_path):
+    first, second = run_ranks(2, check_journey, 2, tmp_path / "store")
     assert first == [[3, 0, 1, 2], [3, 0]]
     assert second == [[0, 0, 4, 2], [5, 4]]
 
@@ -128,22 +120,22 @@ RUNS = [
 """Ranks and degrees of two steps, and of a third."""
 
 
-def train(pool: RankPool, root: Path, model: Path, ranks: int, degrees: dict[str, Any], **others: Any) -> TrainerRun:
+def train(root: Path, model: Path, ranks: int, degrees: dict[str, Any], **others: Any) -> TrainerRun:
     settings = {"trainer": {"parallel": degrees, "router_bias_rate": 0.125}, "optimizer": {"lr": 0.01, "eps": 1e-4}}
     run = make_run(root, model, ranks=ranks, **settings, **others)
-    return run.record(3).train_on(pool)
+    return run.record(3).train_in_forks()
 
 
-def test_a_run_goes_on_under_another_layout(pool, tmp_path):
+def test_a_run_goes_on_under_another_layout(tmp_path):
     model = tmp_path / "model"
     save_model(GLM, model)
     make_char_tokenizer(model)
-    whole = train(pool, tmp_path / "whole", model, 1, {}, max_steps=3)
+    whole = train(tmp_path / "whole", model, 1, {}, max_steps=3)
     for i, (ranks, degrees, other_ranks, others) in enumerate(RUNS):
         root = tmp_path / str(i)
-        first = train(pool, root, model, ranks, degrees, max_steps=2)
+        first = train(root, model, ranks, degrees, max_steps=2)
         reports = {1: first.report(1), 2: first.report(2)}
-        resumed = train(pool, root, model, other_ranks, others, max_steps=3, attempt=2,
+        resumed = train(root, model, other_ranks, others, max_steps=3, attempt=2,
                         checkpoint_path=first.paths.checkpoint(2))  # fmt: skip
         for step, report in {**reports, 3: resumed.report(3)}.items():
             for metric in ("loss", "optim/grad_norm", "moe/max_vio", "tokens/trained", "entropy"):

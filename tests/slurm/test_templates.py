@@ -112,7 +112,7 @@ def test_the_template_of_engines_serves_until_it_is_told_to_stop(
     site: SlurmSandbox, project: Path, tiny_model: Path
 ) -> None:
     small = {"model.path=models/smollm2": f"model.path={tiny_model}", "inference.replicas=8": "inference.replicas=2"}
-    script = edit(project, "inference", WITHOUT_GPUS | small, *FAKE_ENGINES)
+    script = edit(project, "inference", WITHOUT_GPUS | small, "seq_len=64", *FAKE_ENGINES)
     job = site.submit(f"--chdir={project}", str(script))
     records = [project / "outputs" / "inference" / "rendezvous" / f"inference-{i}.json" for i in range(2)]
     wait_for(lambda: all(r.exists() and "base_url" in r.read_text() for r in records), "engines", job, 120)

@@ -85,3 +85,14 @@ def test_experts_stay_within_a_node(tmp_path):
     config = make_slurm_config("launcher.name=slurm_hetjob", "cluster.gpus_per_node=2", "trainer.ranks=8",
                                f"model.path={tmp_path}", "trainer.parallel.ep=auto")  # fmt: skip
     assert choose_degrees(config, 8).ep == 2
+
+
+def test_tensor_parallel_engines_divide_the_attention_heads(tmp_path: Path) -> None:
+    config = make_config(tmp_path, DENSE, 1)
+    config.inference.vllm = {"tensor_parallel_size": 3}
+    [problem] = find_parallel_problems(config)
+    assert str(problem) == (
+        "inference.vllm.tensor_parallel_size = 3: expected one of 1, 2, 4, 8, 16, which divide the 16 attention heads"
+    )
+    config.inference.vllm = {"tensor_parallel_size": 8}
+    assert find_parallel_problems(config) == []

@@ -40,7 +40,7 @@ def make_config(**trainer: Any) -> RunConfig:
 @pytest.mark.parametrize(("model", "trainer", "tokens", "measured_gib"), [
     (DENSE_600M, {}, ROW, 44.5),
     (DENSE_600M, {"compile": True}, ROW, 33.0),
-    (DENSE_600M, {"activation_checkpointing": True}, ROW, 13.4),
+    (DENSE_600M, {"activation_checkpointing": "full"}, ROW, 13.4),
     # 256 rollouts a step fitted one row: 10,500 tokens/s over steps of 1.13 s
     (SMOLLM2_135M, {"head_chunk_tokens": 4096}, 11_900, 13.8),
 ])  # fmt: skip
@@ -185,7 +185,7 @@ def look_ahead(tmp_path: Path, **sections: Any) -> Foresight:
 def test_what_does_not_fit_is_said_with_a_remedy(tmp_path: Path) -> None:
     foresight = look_ahead(tmp_path, trainer={"ranks": 8, "micro_batch_tokens": 262_144, "dtype": "bfloat16"})
     [warning] = foresight.warnings
-    assert warning.startswith("a trainer rank needs about 3") and "trainer.activation_checkpointing=true" in warning
+    assert warning.startswith("a trainer rank needs about 3") and "trainer.activation_checkpointing=full" in warning
     assert [role.role for role in foresight.roles] == ["engine GPU", "trainer rank", "orchestrator", "environment"]
 
 

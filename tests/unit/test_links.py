@@ -4,6 +4,10 @@ import os
 import signal
 import time
 
+import torch
+import torch.distributed as dist
+
+from prime_hpc.transport.links import IpcLink
 from tests.links_support import BUCKETS, STALL_S, calm, exchange, expected
 
 
@@ -22,6 +26,10 @@ def test_buckets_arrive_at_every_receiver() -> None:
     assert failure is None
     assert answers == {1: expected(), 2: expected()}
     assert len(expected()) == BUCKETS
+
+
+def test_nothing_is_waited_for_where_nothing_was_posted() -> None:
+    IpcLink(dist.HashStore(), 0, 2, torch.device("cpu"), stall_s=0.1).settle()
 
 
 def test_a_receiver_that_dies_is_noticed() -> None:

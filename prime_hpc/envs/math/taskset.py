@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from prime_hpc.envs.chat import ChatHarness
 from prime_hpc.envs.killable import KillablePool
 
-CHECK = "prime_hpc.envs.math.check.is_right"
+CHECK = "prime_hpc.envs.math_check.is_right"
 
 
 class MathConfig(vf.TasksetConfig):
