@@ -13,7 +13,7 @@ from prime_hpc.plan.time import Pace
 def render(foresight: Foresight) -> RenderableType:
     """Memory by role, disk, pace and cost, with the assumptions behind them and whatever does not fit."""
     blocks: list[RenderableType] = [
-        f"estimates for {foresight.parameters / 1e9:.3g}B parameters (memory within about 10 %, see docs/foresight.md)",
+        f"estimates for {foresight.parameters / 1e9:.3g}B parameters (how exact they are: docs/foresight.md)",
         _memory(foresight.roles),
         *(role.note for role in foresight.roles if role.note),
         "",

@@ -1,6 +1,6 @@
 """How much memory each kind of process needs at its peak: pure functions of the configuration and of config.json.
 
-Within 10 % of the peaks measured on a GPU so far (docs/benchmarks.md has both side by side).
+How far GPU peaks were from the few that were measured is in docs/foresight.md; sizes of idle processes are assumed.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Seconds of a step and what they cost: a roofline of trainer and engines, with every assumption named.
 
-The constants were measured on one H200 (docs/benchmarks.md); larger models come closer to a GPU's peak, slow
-filesystems and environments further from it.
+MFU, decoding and filesystem are those of single runs on one H200 (docs/benchmarks.md), the shares of bandwidth and of
+prefill are assumed. Larger models come closer to a GPU's peak, slow filesystems and environments further from it.
 """
 
 from dataclasses import dataclass
