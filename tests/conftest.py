@@ -1,13 +1,13 @@
 """Fixtures that every test may use."""
 
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.models.tiny import make_tiny_model
+from tests.disks import mounted
 
 # a shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,13 +32,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system that holds one and a half checkpoints of the tiny model; needs the right to mount."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with mounted(tmp_path / "disk", mebibytes=16) as disk:
+        yield disk
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

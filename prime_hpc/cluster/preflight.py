@@ -103,34 +103,21 @@ def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
     parser.add_argument("folder", type=Path, help="where runs will lie")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that every node must have")
     parser.add_argument("--nodes", type=int, default=int(environment.get("SLURM_STEP_NUM_NODES", 1)))
-    parser.add_argument("--module", action="append", default=[], help="a Python module that must be installed")
-    parser.add_argument("--model", action="append", type=Path, default=[], help="a model that must be there as a whole")
-    parser.add_argument("--port", action="append", type=int, default=[], help="a port that must be free")
+    parser.add_argument("--module", dest="modules", action="append", default=[],
+                        help="a Python module that must be installed")  # fmt: skip
+    parser.add_argument("--model", dest="models", action="append", type=Path, default=[],
+                        help="a model that must be there as a whole")  # fmt: skip
+    parser.add_argument("--port", dest="ports", action="append", type=int, default=[],
+                        help="a port that must be free")  # fmt: skip
     parser.add_argument("--free-gib", type=float, default=1.0, help="space that FOLDER must have")
     parser.add_argument("--disk-gb-s", type=float, default=0.0, help="GB/s to and from FOLDER, for each node")
     parser.add_argument("--fabric-gb-s", type=float, help="GB/s between GPUs; not measured when left out")
     parser.add_argument("--skew-s", type=float, default=2.0, help="how far apart clocks may be")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long nodes wait for each other's files")
-    parser.add_argument(
-        "--probe-mib", type=int, default=PROBE_BYTES // 2**20, help="size of the file of the speed test"
-    )
+    parser.add_argument("--probe-mib", type=int, default=PROBE_BYTES // 2**20,
+                        help="size of the file of the speed test")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="only what costs nothing, beside processes of a run")
-    found = parser.parse_args(words)
-    return Wanted(
-        folder=found.folder,
-        nodes=found.nodes,
-        gpus=found.gpus,
-        modules=found.module,
-        models=found.model,
-        ports=found.port,
-        free_gib=found.free_gib,
-        disk_gb_s=found.disk_gb_s,
-        fabric_gb_s=found.fabric_gb_s,
-        skew_s=found.skew_s,
-        timeout_s=found.timeout_s,
-        probe_mib=found.probe_mib,
-        quick=found.quick,
-    )
+    return Wanted(**vars(parser.parse_args(words)))
 
 
 def main(words: list[str] | None = None) -> int:

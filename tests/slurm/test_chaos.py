@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from prime_hpc.cluster.faults import Fault
+from tests.disks import mounted
 from tests.slurm.slurm_runs import SLOW_TOKENS, SlurmRun, assert_whole, lives
 from tools.slurm_sandbox import SlurmSandbox
 
@@ -113,13 +114,8 @@ def test_a_preempted_run_goes_on_when_the_nodes_are_free_again(
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Path]:
     """A shared directory of 80 MB."""
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "shared", mebibytes=80) as folder:
+        yield folder
 
 
 def test_a_full_shared_directory_is_waited_for(shared: Path, tmp_path: Path, tiny_model: Path) -> None:

@@ -1,6 +1,7 @@
 """Batches over ZMQ and over files: asked, answered, repeated, never lost; keys are needed to talk."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -53,10 +54,8 @@ class Server:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         server = batches.open_server(self._role)
         self._role.rendezvous.publish("sampling", batch_address=server.address)
-        try:
+        with contextlib.suppress(asyncio.CancelledError):  # how a test ends it
             await server.serve(self._answer)
-        except asyncio.CancelledError:
-            pass
 
     async def _answer(self, request: BatchRequest) -> RankBatch:
         self.requests.append(request)
