@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def test_a_run_on_real_parts_trains_what_was_sampled(tmp_path: Path, tiny_model: Path) -> None:
     run = LocalRun(tmp_path, tiny_model, "real", "max_steps=4", "inference.engine=prime_hpc.inference",
                    "trainer.ranks=2", "orchestrator.batch_size=32", "orchestrator.drop_zero_advantage=false",
-                   "optimizer.lr=1e-3",
+                   "optimizer.lr=1e-3", "orchestrator.max_staleness=1",
                    "env.train.0.args.reward=similarity", "inference.vllm.max_num_seqs=32")  # fmt: skip
     code, text = run.wait(500)
     assert code == 0, text

@@ -1,6 +1,7 @@
 """What Slurm does with heterogeneous jobs, as docs/slurm_sandbox.md says it; the launcher is built on this."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,32 +102,31 @@ def test_requeue_restarts_every_component_under_the_same_ids(slurm: SlurmSandbox
 def test_losing_a_node_requeues_the_whole_job(slurm: SlurmSandbox, tmp_path: Path):
     job = submit(slurm, tmp_path, RUN)
     job.wait_for_tasks()
-    lose(slurm, "node2")
-    assert len(slurm.wait(job.id, "PENDING")) == 3
-    assert [job.signals(group) for group in (0, 2)] == [["SIGCONT", "SIGTERM"]] * 2
-    slurm.restart_slurmd("node2")
+    with lost(slurm, "node2"):
+        assert len(slurm.wait(job.id, "PENDING")) == 3
+    # A task that ends at SIGTERM may do so before it sees the SIGCONT sent with it.
+    assert [set(job.signals(group)) - {"SIGCONT"} for group in (0, 2)] == [{"SIGTERM"}] * 2
 
 
 def test_with_no_kill_and_a_component_of_one_node_the_leader_is_requeued_alone(slurm: SlurmSandbox, tmp_path: Path):
     job = submit(slurm, tmp_path, with_no_kill(RUN), "--no-kill")
     job.wait_for_tasks()
-    lose(slurm, "node2")
-    ended = {f"{job.id}+0": "PENDING", f"{job.id}+1": "COMPLETED", f"{job.id}+2": "COMPLETED"}
-    wait_for(lambda: slurm.states(job.id) == ended, f"{ended}", "slurmctld", 30.0)
-    slurm.restart_slurmd("node2")
+    with lost(slurm, "node2"):
+        ended = {f"{job.id}+0": "PENDING", f"{job.id}+1": "COMPLETED", f"{job.id}+2": "COMPLETED"}
+        wait_for(lambda: slurm.states(job.id) == ended, f"{ended}", "slurmctld", 30.0)
 
 
 def test_with_no_kill_and_two_nodes_a_component_the_job_goes_on(slurm: SlurmSandbox, tmp_path: Path):
     pair = [Component("--nodelist=node[0-1]", nodes=2), Component("--nodelist=node[2-3]", nodes=2)]
     job = submit(slurm, tmp_path, with_no_kill(pair), "--no-kill")
     job.wait_for_tasks()
-    lose(slurm, "node3")
-    wait_for(lambda: "Node failure" in (tmp_path / f"slurm-{job.id}.out").read_text(), "srun's complaint", "srun", 30.0)
-    slurm.run(["scancel", "--signal=USR1", job.id])
-    for task in [(0, 0), (0, 1), (1, 0)]:
-        job.wait_for_signal("SIGUSR1", *task)
-    assert set(slurm.states(job.id).values()) == {"RUNNING"}
-    slurm.restart_slurmd("node3")
+    output = tmp_path / f"slurm-{job.id}.out"
+    with lost(slurm, "node3"):
+        wait_for(lambda: "Node failure" in output.read_text(), "srun's complaint", "srun", 30.0)
+        slurm.run(["scancel", "--signal=USR1", job.id])
+        for task in [(0, 0), (0, 1), (1, 0)]:
+            job.wait_for_signal("SIGUSR1", *task)
+        assert set(slurm.states(job.id).values()) == {"RUNNING"}
 
 
 def test_signal_before_the_limit_reaches_the_batch_script_alone(limited: HetJob):
@@ -139,6 +139,12 @@ def with_no_kill(components: list[Component]) -> list[Component]:
     return [replace(part, options=f"{part.options} --no-kill") for part in components]
 
 
-def lose(slurm: SlurmSandbox, node: str) -> None:
+@contextmanager
+def lost(slurm: SlurmSandbox, node: str) -> Iterator[None]:
+    """A node that is gone with all that ran on it, alive again at the end."""
     slurm.kill_node(node)
     slurm.give_up(node)
+    try:
+        yield
+    finally:
+        slurm.restart_slurmd(node)

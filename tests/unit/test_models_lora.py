@@ -94,7 +94,7 @@ def test_two_adapters_of_a_row_compute_and_learn_as_each_alone(family, tmp_path)
         expected = dict(gradients(lora, adapter))
         scale = max(gradient.abs().max().item() for gradient in expected.values())
         for name, gradient in gradients(together, adapter):
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6 * scale)
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * scale)
     assert all(gradient.abs().max() == 0 for _, gradient in gradients(together, "c"))
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if adapter_of(name) is None)
 
