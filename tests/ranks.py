@@ -1,6 +1,5 @@
 """A function as several ranks: processes forked from one that has imported torch already, so that each starts clean."""
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -8,14 +7,15 @@ from typing import Any
 
 import pytest
 
-DEADLINE_S = 240.0
+from tests.warm import warm_context
+
+DEADLINE_S = 600.0
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(rank, *arguments)` returns on each rank. The function is found by its name; what it returns is
     plain data or NumPy. The first failure of a rank ends all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel_support", "tests.trainer_support"])
+    context = warm_context()
     ends = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [context.Process(target=_run, args=(theirs, function, rank, *arguments), daemon=True)
                  for rank, (_, theirs) in enumerate(ends)]  # fmt: skip

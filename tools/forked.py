@@ -4,9 +4,11 @@
 in ten, so that hundreds of restarts can be tried in a few minutes. Not for GPUs, nor for the engines of vLLM.
 """
 
+import importlib
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import time
 from multiprocessing.process import BaseProcess
@@ -19,13 +21,13 @@ from prime_hpc.launchers.children import Child, log_file
 from prime_hpc.plan.run_plan import ProcessPlan
 from prime_hpc.plan.units import Unit
 
-PRELOADED = ["prime_hpc.launch", "prime_hpc.trainer.loop", "prime_hpc.orchestrator.loop", "prime_hpc.envs.worker",
+PRELOADED = ["tools.forked", "prime_hpc.trainer.loop", "prime_hpc.orchestrator.loop", "prime_hpc.envs.worker",
              "prime_hpc.envs.reverse_text", "tests.fake_engine.__main__"]  # fmt: skip
 POLL_S = 0.005
 
 
 class Forked:
-    """A forked process, as `Child` wants it."""
+    """A forked process with the face of `subprocess.Popen`."""
 
     def __init__(self, process: BaseProcess):
         self.pid = process.pid
@@ -34,17 +36,15 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self._process.exitcode
 
 
 class ForkedStarter(local.LocalStarter):
-    """Starts the processes of a unit by forking a server that has imported `PRELOADED`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+    """Starts the processes of a unit as forks of the launcher, which has imported `PRELOADED`."""
 
     def start(self, unit: Unit, restart: int) -> local.LocalUnit:
         return local.LocalUnit([self._fork(process, restart) for process in unit.processes])
@@ -52,7 +52,7 @@ class ForkedStarter(local.LocalStarter):
     def _fork(self, plan: ProcessPlan, restart: int) -> Child:
         log = Path(log_file(plan, restart))
         env = {**os.environ, **plan.env, RESTART_VARIABLE: str(restart)}
-        process = self._context.Process(target=become, args=(plan.command, env, log))
+        process = multiprocessing.get_context("fork").Process(target=become, args=(plan.command, env, log))
         process.start()
         while process.is_alive() and os.getsid(process.pid) != process.pid:  # else it could not be found to be stopped
             time.sleep(POLL_S)
@@ -73,5 +73,7 @@ def become(command: list[str], env: dict[str, str], log: Path) -> None:
 
 
 if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
     local.LocalStarter = ForkedStarter
     launch.cli()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import msgspec
 
 from prime_hpc.cluster.faults import VARIABLE, Fault
 from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, GroupsDropped, read
+from tests.warm import warm_context
 from tools.endurance import processes
+from tools.forked import Forked, become
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -79,29 +82,41 @@ class RunDirectory:
 
 
 class LocalRun(RunDirectory):
-    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess.
+    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, started as a user starts it."""
 
-    Its processes are forked where `launcher` is `tools.forked`, which spares time where many are started again.
-    """
+    launcher = "prime_hpc.launch"
 
-    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = (),
-                 launcher: str = "prime_hpc.launch"):  # fmt: skip
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
         super().__init__(output_dir / name)
         env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-        command = [sys.executable, "-m", launcher, "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+        command = [sys.executable, "-m", self.launcher, "+experiment=reverse_text_cpu", "launcher=local", *TINY,
                    f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        self._output = output_dir / f"{name}.{len(list(output_dir.glob(f'{name}.*')))}.out"
+        self.process = self._start(command, env)
 
-    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
+    def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen | Forked:
+        with self._output.open("w") as output:
+            return subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=output, stderr=output)
+
+    def wait(self, timeout_s: float = 600) -> tuple[int, str]:
         """Exit code and output."""
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
+        return self.process.wait(timeout_s), self._output.read_text()
 
     def wait_for_step(self, step: int) -> None:
         """Return once the run has reported step `step`; fails where it ends before."""
-        for line in self.process.stdout:
-            found = re.search(r"\bstep (\d+)", line)
-            if found and int(found[1]) >= step:
+        while self.process.poll() is None:
+            if any(int(found) >= step for found in re.findall(r"\bstep (\d+)", self._output.read_text())):
                 return
+            time.sleep(0.05)
         raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
+
+
+class ForkedRun(LocalRun):
+    """A run whose processes, the launcher among them, are forked from one that has loaded the libraries."""
+
+    launcher = "tools.forked"
+
+    def _start(self, command: list[str], env: dict[str, str]) -> Forked:
+        process = warm_context().Process(target=become, args=(command, env, self._output))
+        process.start()
+        return Forked(process)

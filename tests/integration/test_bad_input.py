@@ -30,7 +30,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "prime_hpc.launch", "run.output_dir=outputs", *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-                          timeout=60)  # fmt: skip
+                          timeout=300)  # fmt: skip
 
 
 def files(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from prime_hpc.observe.doctor import diagnose
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.plan import run_plan
 from prime_hpc.transport import checkpoints
-from tests.integration.runs import REPOSITORY, TINY, LocalRun
+from tests.integration.runs import REPOSITORY, TINY, ForkedRun, RunDirectory
 
 SKILL = "inference.engine_args={skill0: 0.3, skill_per_version: 0.0, token_s: 0.002}"
 STEP = 20
@@ -21,10 +21,10 @@ STEP = 20
 
 def command(verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", f"prime_hpc.{verb}", *arguments], cwd=REPOSITORY, capture_output=True,
-                          text=True, timeout=60)  # fmt: skip
+                          text=True, timeout=300)  # fmt: skip
 
 
-def kill(run: LocalRun, process: str) -> None:
+def kill(run: RunDirectory, process: str) -> None:
     command_line = [str(run.root / "plan.json"), "--process", process]
     (found,) = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-3:] == command_line]
     os.kill(found.pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_resume_goes_on_with_the_saved_configuration(tmp_path: Path, tiny_model:
 
 
 def test_an_environment_that_does_not_load_is_diagnosed(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "broken", SKILL, "env.train=[{id: prime_hpc.envs.reverse_text, "
+    run = ForkedRun(tmp_path, tiny_model, "broken", SKILL, "env.train=[{id: prime_hpc.envs.reverse_text, "
                    "args: {min_len: 9, max_len: 3}, sampling: {max_tokens: 14}}]")  # fmt: skip
     assert run.wait()[0] == 1
     diagnosis = diagnose(read_run(run.root))
@@ -65,7 +65,7 @@ def test_an_environment_that_does_not_load_is_diagnosed(tmp_path: Path, tiny_mod
 
 
 def test_a_killed_rank_is_to_blame_and_not_the_peer_that_missed_it(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "killed", SKILL, "trainer.ranks=2", "max_steps=500",
+    run = ForkedRun(tmp_path, tiny_model, "killed", SKILL, "trainer.ranks=2", "max_steps=500",
                    "recovery.trainer.on_failure=stop")  # fmt: skip
     run.wait_for_step(1)
     kill(run, "trainer-1")

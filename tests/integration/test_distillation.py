@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.observe.records import read_records, record_path
-from tests.integration.runs import LocalRun
+from tests.integration.runs import ForkedRun, LocalRun
 
 WORDS = "id: prime_hpc.envs.reverse_text, sampling: {max_tokens: 14}"
 SOURCES = ("env.train=["
@@ -27,7 +27,7 @@ def teacher(model: Path) -> str:
 
 
 def test_sources_learn_from_rewards_teachers_and_demonstrations_at_once(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "taught", "max_steps=2", teacher(tiny_model), *COMMON,
+    run = ForkedRun(tmp_path, tiny_model, "taught", "max_steps=2", teacher(tiny_model), *COMMON,
                    "inference.engine_args={skill0: 0.4, skill_per_version: 0}")  # fmt: skip
     code, text = run.wait(600)
     assert code == 0, text

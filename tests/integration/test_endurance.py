@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,13 @@ from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.checkpoints import complete_steps
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import published_versions, verify
-from tests.integration.runs import LocalRun
+from tests.integration.runs import ForkedRun
 
 EVEN = "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}"
-ForkedRun = partial(LocalRun, launcher="tools.forked")
 QUICK = (EVEN, "checkpoint.every=3", "checkpoint.keep_last=100", "recovery.backoff_s=0.2", "recovery.hang_s=10")
 
 
-def assert_whole(run: LocalRun, steps: int) -> None:
+def assert_whole(run: ForkedRun, steps: int) -> None:
     """Every step was reported once and every group has one fate: what a run promises whatever happened to it."""
     assert run.reported == list(range(1, steps + 1))
     assert [r.step for r, _ in read(run.root / "rollouts" / "journal") if isinstance(r, BatchCut)] == list(
@@ -32,12 +30,12 @@ def assert_whole(run: LocalRun, steps: int) -> None:
     assert not run.survivors()
 
 
-def kinds(run: LocalRun, unit: str) -> list[str]:
+def kinds(run: ForkedRun, unit: str) -> list[str]:
     return [event["kind"] for event in run.events if event["unit"] == unit]
 
 
 @pytest.fixture(scope="module")
-def survivor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> LocalRun:
+def survivor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> ForkedRun:
     """A run in which every role fails once: killed, suspended, or by an exception."""
     faults = [
         Fault(process="trainer-1", point="step.during", action="SIGSTOP", count=5),
@@ -54,7 +52,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Loca
     return run
 
 
-def test_a_run_outlives_the_failure_of_every_role(survivor: LocalRun) -> None:
+def test_a_run_outlives_the_failure_of_every_role(survivor: ForkedRun) -> None:
     assert_whole(survivor, 12)
     assert kinds(survivor, "orchestrator") == ["exit", "restart", "recovered"]
     assert kinds(survivor, "inference-0") == ["exit", "restart", "recovered"]
@@ -62,14 +60,14 @@ def test_a_run_outlives_the_failure_of_every_role(survivor: LocalRun) -> None:
     assert kinds(survivor, "trainer") == ["hang", "restart", "recovered", "exit", "restart", "recovered"]
 
 
-def test_what_hung_is_named_with_what_it_did_and_its_stacks(survivor: LocalRun) -> None:
+def test_what_hung_is_named_with_what_it_did_and_its_stacks(survivor: ForkedRun) -> None:
     (hang,) = [event for event in survivor.events if event["kind"] == "hang"]
     assert hang["process"] == "trainer-1"
     assert re.match(r"no sign of life for 1\d s, last seen training step [45]", hang["reason"])
     assert "(most recent call first)" in survivor.log("trainer-1")
 
 
-def test_steps_trained_again_give_the_same_weights_bit_for_bit(survivor: LocalRun) -> None:
+def test_steps_trained_again_give_the_same_weights_bit_for_bit(survivor: ForkedRun) -> None:
     """The trainer went back to a checkpoint and trained the same batches: weights of both lineages must be equal."""
     versions = published_versions(survivor.root / "weights")
     again = [v for v in versions if v.lineage > 0 and PolicyVersion(0, v.step) in versions]
@@ -82,7 +80,7 @@ def test_steps_trained_again_give_the_same_weights_bit_for_bit(survivor: LocalRu
 def test_a_fleet_goes_on_without_an_engine_past_its_budget(tmp_path: Path, tiny_model: Path) -> None:
     faults = [Fault(process="inference-1", point="sampling.before", action="SIGKILL", count=9, restart=n)
               for n in (0, 1)]  # fmt: skip
-    run = LocalRun(tmp_path, tiny_model, "degraded", "max_steps=8", "inference.replicas=2",
+    run = ForkedRun(tmp_path, tiny_model, "degraded", "max_steps=8", "inference.replicas=2",
                    "recovery.inference.max_restarts=1", *QUICK, faults=faults)  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
@@ -93,7 +91,7 @@ def test_a_fleet_goes_on_without_an_engine_past_its_budget(tmp_path: Path, tiny_
 
 def test_a_unit_past_its_budget_that_nobody_can_stand_in_for_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
     faults = [Fault(process="orchestrator-0", point="batch.before", action="raise")]
-    run = LocalRun(tmp_path, tiny_model, "ended", "max_steps=8", "recovery.orchestrator.max_restarts=0", *QUICK,
+    run = ForkedRun(tmp_path, tiny_model, "ended", "max_steps=8", "recovery.orchestrator.max_restarts=0", *QUICK,
                    faults=faults)  # fmt: skip
     code, text = run.wait()
     assert code == 1
@@ -116,7 +114,7 @@ def test_a_drained_run_saves_and_goes_on_with_the_batches_it_had(tmp_path: Path,
     assert published_versions(again.root / "weights")[-1].lineage == 0, "nothing was abandoned"
 
 
-def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: LocalRun, tiny_model: Path) -> None:
+def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: ForkedRun, tiny_model: Path) -> None:
     run = ForkedRun(survivor.root.parent, tiny_model, "fork", "max_steps=15", "trainer.ranks=1",
                    f"resume={survivor.root}/checkpoints/step_12", *QUICK)  # fmt: skip
     code, text = run.wait()
@@ -148,7 +146,7 @@ def test_a_source_past_its_error_budget_has_the_run_save_and_leave(tmp_path: Pat
                    "orchestrator.drop_zero_advantage=false", EVEN)  # fmt: skip
     code, text = run.wait()
     assert code == 1
-    assert re.search(r"EnvironmentFailure: \d\d% of the last \d+ episodes of zoo failed, .*a pause of [3-9] s", text)
+    assert re.search(r"EnvironmentFailure: \d\d% of the last \d+ episodes of zoo failed, .*a pause of \d+ s", text)
     steps = run.summary["steps"]
     assert steps >= 1 and run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
     assert run.reported == list(range(1, steps + 1)) and not run.survivors()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from prime_hpc.commands.preview import main as preview
 from prime_hpc.commands.tune import tuned
-from tests.integration.runs import REPOSITORY, LocalRun
+from tests.integration.runs import REPOSITORY, ForkedRun
 
 
 def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "first", "max_steps=6", "checkpoint.every=4", "trainer.ranks=2",
+    run = ForkedRun(tmp_path, tiny_model, "first", "max_steps=6", "checkpoint.every=4", "trainer.ranks=2",
                    "optimizer.lr=1e-3", "inference.engine_args={skill0: 0.4, token_s: 0.02}")  # fmt: skip
     run.wait_for_step(1)
     tuned(run.root, {"optimizer.lr": 5e-4, "orchestrator.max_staleness": 4})

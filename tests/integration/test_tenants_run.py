@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from prime_hpc.models.tiny import make_char_tokenizer
-from tests.integration.runs import LocalRun
+from tests.integration.runs import ForkedRun
 from tests.models_support import save_model
 
 SOURCES = ("env.train=[{id: prime_hpc.envs.reverse_text, name: short, adapter: a, args: {min_len: 3, max_len: 4}}, "
@@ -18,7 +18,7 @@ def test_adapters_and_recorded_experts_reach_the_trainer(tmp_path: Path) -> None
     make_char_tokenizer(tmp_path / "model")
     engine = "inference.engine_args={skill0: 0.5, skill_per_version: 0, routing: [3, 8, 3]}"
     lora = ("lora.rank=2", "lora.adapters=[a,b]", "optimizer.lr=1e-3", "update.keep_versions=9")
-    run = LocalRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, *lora,
+    run = ForkedRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, *lora,
                    "trainer.router_replay=true", "orchestrator.max_inflight=4")  # fmt: skip
     code, text = run.wait()
     assert code == 0, text

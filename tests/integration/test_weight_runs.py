@@ -6,7 +6,7 @@ import pytest
 
 from prime_hpc.cluster.faults import Fault
 from prime_hpc.transport.weights import published_versions, read_manifest
-from tests.integration.runs import LocalRun
+from tests.integration.runs import ForkedRun
 
 STEPS = 8
 
@@ -14,7 +14,7 @@ STEPS = 8
 @pytest.mark.parametrize("transport", ["nccl", pytest.param("delta", marks=pytest.mark.slow)])
 def test_a_run_goes_on_when_an_engine_dies_in_an_update(tmp_path: Path, tiny_model: Path, transport: str) -> None:
     faults = [Fault(process="inference-1", point="update.during", action="SIGKILL", count=3)]
-    run = LocalRun(tmp_path, tiny_model, transport, f"max_steps={STEPS}", f"update.transport={transport}",
+    run = ForkedRun(tmp_path, tiny_model, transport, f"max_steps={STEPS}", f"update.transport={transport}",
                    "update.stall_s=10", "update.keep_versions=20", "update.full_every=50", "inference.replicas=2",
                    "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}",
                    "recovery.backoff_s=0.2", faults=faults)  # fmt: skip

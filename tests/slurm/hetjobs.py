@@ -11,7 +11,7 @@ from tools.slurm_sandbox import SlurmSandbox
 from tools.slurm_sandbox.waiting import wait_for
 
 TASK = Path(__file__).parent / "task.py"
-START_S = 60.0
+START_S = 240.0
 # Counts of component 0 would else be every step's.
 SRUN = "env --unset=SLURM_NTASKS --unset=SLURM_NPROCS srun"
 

@@ -51,7 +51,7 @@ def test_variables_of_a_step_and_the_states_of_its_job(slurm: SlurmSandbox, tmp_
     ids = [f"{job.id}+{group}" for group in range(3)]
     assert slurm.wait(job.id, "COMPLETED") == dict.fromkeys(ids, "COMPLETED")
     done = dict.fromkeys(ids, "COMPLETED")
-    assert wait_for(lambda: slurm.sacct(job.id) == done, f"{done}", "slurmdbd", 30.0)
+    assert wait_for(lambda: slurm.sacct(job.id) == done, f"{done}", "slurmdbd", 120.0)
 
 
 def test_a_step_is_signalled_by_its_components_own_id(slurm: SlurmSandbox, tmp_path: Path):
@@ -113,7 +113,7 @@ def test_with_no_kill_and_a_component_of_one_node_the_leader_is_requeued_alone(s
     job.wait_for_tasks()
     with lost(slurm, "node2"):
         ended = {f"{job.id}+0": "PENDING", f"{job.id}+1": "COMPLETED", f"{job.id}+2": "COMPLETED"}
-        wait_for(lambda: slurm.states(job.id) == ended, f"{ended}", "slurmctld", 30.0)
+        wait_for(lambda: slurm.states(job.id) == ended, f"{ended}", "slurmctld", 120.0)
 
 
 def test_with_no_kill_and_two_nodes_a_component_the_job_goes_on(slurm: SlurmSandbox, tmp_path: Path):
@@ -122,7 +122,7 @@ def test_with_no_kill_and_two_nodes_a_component_the_job_goes_on(slurm: SlurmSand
     job.wait_for_tasks()
     output = tmp_path / f"slurm-{job.id}.out"
     with lost(slurm, "node3"):
-        wait_for(lambda: "Node failure" in output.read_text(), "srun's complaint", "srun", 30.0)
+        wait_for(lambda: "Node failure" in output.read_text(), "srun's complaint", "srun", 120.0)
         slurm.run(["scancel", "--signal=USR1", job.id])
         for task in [(0, 0), (0, 1), (1, 0)]:
             job.wait_for_signal("SIGUSR1", *task)

@@ -97,7 +97,7 @@ def test_every_process_runs_where_the_plan_says(launcher: str, slurm: SlurmSandb
 
 def ended_states(slurm: SlurmSandbox, job: RunJob) -> set[str]:
     """States of all jobs of a run once none runs; the engines' job of a linked run may end after the main one."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         states = {state for i in job.job_ids for state in slurm.states(i).values()}
         if "RUNNING" not in states or time.monotonic() > deadline:

@@ -32,7 +32,7 @@ def start(tmp_path: Path, code: str) -> Child:
 
 
 def first_line(child: Child) -> str:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not child.last_lines(1) and time.monotonic() < deadline:
         time.sleep(0.05)
     return child.last_lines(1)

@@ -100,7 +100,7 @@ class SlurmSandbox:
         command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State"]
         return _fields(self.run(command).stdout)
 
-    def wait(self, job: str, *states: str, timeout_s: float = 60.0) -> dict[str, str]:
+    def wait(self, job: str, *states: str, timeout_s: float = 240.0) -> dict[str, str]:
         """The components' states once each is one of `states`.
 
         Raises:
