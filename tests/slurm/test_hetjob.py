@@ -130,7 +130,7 @@ def test_with_no_kill_and_two_nodes_a_component_the_job_goes_on(slurm: SlurmSand
 
 
 def test_signal_before_the_limit_reaches_the_batch_script_alone(limited: HetJob):
-    wait_for(limited.batch_signals, "USR1", "slurmctld", 60.0)
+    wait_for(limited.batch_signals, "USR1", "slurmctld", 240.0)
     assert limited.batch_signals()[0] == "USR1"
     assert ["SIGUSR1" in limited.signals(group) for group in range(2)] == [False, False]
 
