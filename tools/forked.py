@@ -44,7 +44,10 @@ class Forked:
 
 
 class ForkedStarter(local.LocalStarter):
-    """Starts the processes of a unit as forks of the launcher, which has imported `PRELOADED`."""
+    """Starts the processes of a unit as forks of the launcher, which has imported `PRELOADED`.
+
+    A library whose threads were at work in the launcher would stand still in them.
+    """
 
     def start(self, unit: Unit, restart: int) -> local.LocalUnit:
         return local.LocalUnit([self._fork(process, restart) for process in unit.processes])

@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = 2
 RECEIVERS = "receivers.json"
 DELTA_SUFFIX = ".delta"
+PARALLEL_BYTES = 16 << 20
 
 
 class FileEntry(msgspec.Struct, kw_only=True):
@@ -97,8 +98,9 @@ class WeightsManifest(msgspec.Struct, kw_only=True):
 
 
 def digest_file(path: Path) -> str:
-    """blake3 of a file, hex."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    """blake3 of a file, hex. Threads are of use for large files only, and their pool stays."""
+    threads = blake3.AUTO if path.stat().st_size > PARALLEL_BYTES else 1
+    return blake3(max_threads=threads).update_mmap(path).hexdigest()
 
 
 def entry_of(path: Path) -> FileEntry:
