@@ -14,6 +14,8 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
+
 from prime_hpc import launch
 from prime_hpc.cluster.role import RESTART_VARIABLE
 from prime_hpc.launchers import local
@@ -34,13 +36,16 @@ class Forked:
         self._process = process
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        """Exit code; 0 where somebody else has waited for it, so that nobody knows any more."""
+        code = self._process.exitcode
+        return 0 if code is None and not psutil.pid_exists(self.pid) else code
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
-        if self._process.exitcode is None:
+        code = self.poll()
+        if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return self._process.exitcode
+        return code
 
 
 class ForkedStarter(local.LocalStarter):
