@@ -92,6 +92,7 @@ class LocalRun(RunDirectory):
         command = [sys.executable, "-m", self.launcher, "+experiment=reverse_text_cpu", "launcher=local", *TINY,
                    f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
         self._output = output_dir / f"{name}.{len(list(output_dir.glob(f'{name}.*')))}.out"
+        self._output.touch()
         self.process = self._start(command, env)
 
     def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen | Forked:
