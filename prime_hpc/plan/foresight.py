@@ -11,10 +11,10 @@ from prime_hpc.config.slurm_checks import mebibytes
 from prime_hpc.models.spec import HFConfig, param_count
 from prime_hpc.plan.devices import GIB, device_of
 from prime_hpc.plan.disk import Disk, disk_use
-from prime_hpc.plan.memory import RoleMemory, engine_memory, micro_batches, other_memory, trainer_memory
+from prime_hpc.plan.memory import RoleMemory, engine_memory, other_memory, trainer_memory
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.time import Pace, assumptions, estimate_pace
-from prime_hpc.plan.workload import Workload, guess
+from prime_hpc.plan.workload import Workload, guess, micro_batches, sequences
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _roles(plan: RunPlan, config: RunConfig, hf_config: HFConfig, workload: Work
     if ranks := plan.of("trainer"):
         roles.append(trainer_memory(config, hf_config, on_gpu=bool(ranks[0].gpus),
                                     device=device_of(config, "trainer", here),
-                                    rows=micro_batches(config, workload)))  # fmt: skip
+                                    rows=micro_batches(config, sequences(config), workload)))  # fmt: skip
     return roles + (other_memory(config) if engines and ranks else [])
 
 

@@ -4,24 +4,14 @@ How far these are from what was measured is in docs/foresight.md.
 """
 
 from dataclasses import dataclass, field
-from math import ceil
 
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sizes import rows_at_once, trainer_ranks
+from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.models import spec
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.devices import GIB, Device
-from prime_hpc.plan.peak import (
-    BYTES,
-    MASTER,
-    MOMENTS,
-    Parts,
-    kept_activations,
-    longest_row,
-    trained_params,
-    training_peak,
-)
-from prime_hpc.plan.workload import Workload
+from prime_hpc.plan.peak import BYTES, MASTER, MOMENTS, Parts, kept_activations, trained_params, training_peak
+from prime_hpc.plan.workload import longest_row
 
 ENGINE_RESERVE = 1.2 * GIB
 """What vLLM keeps beside weights and KV cache for its largest forward and CUDA graphs; measured at 0.6B."""
@@ -77,14 +67,6 @@ def trainer_memory(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool, devi
     away = _offloaded(config, hf_config, row_tokens or longest_row(config))
     host = {"process": IDLE["trainer on a GPU"], **away, **_being_written(config, hf_config)}
     return RoleMemory("trainer rank", ranks, parts, host, device.memory - CONTEXT if device else None)
-
-
-def micro_batches(config: RunConfig, workload: Workload) -> int:
-    """Rows that a rank trains on in a step, one after the other, when all are full."""
-    if config.mode == "bench":
-        return config.trainer.bench.rows
-    rollouts = config.trainer.sft.batch_size if config.mode == "sft" else config.orchestrator.batch_size
-    return ceil(rollouts * workload.tokens / longest_row(config) / rows_at_once(config))
 
 
 def _being_written(config: RunConfig, hf_config: HFConfig) -> Parts:

@@ -5,6 +5,7 @@ Bytes that are allocated; what an allocator keeps beside them, for lack of a hol
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 from prime_hpc.config.run import RunConfig
@@ -14,6 +15,7 @@ from prime_hpc.models.activations import NormKernel
 from prime_hpc.models.degrees import Degrees, choose_degrees
 from prime_hpc.models.families import choose_implementation
 from prime_hpc.models.spec import HFConfig
+from prime_hpc.plan.workload import longest_row
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -45,11 +47,6 @@ def trained_params(config: RunConfig, hf_config: HFConfig) -> float:
     if not config.lora.on:
         return parameters
     return min(1.0, 2 * config.lora.rank / hidden * len(config.lora.adapters)) * parameters
-
-
-def longest_row(config: RunConfig) -> int:
-    """Tokens of a packed row at most."""
-    return config.trainer.micro_batch_tokens or config.seq_len
 
 
 def kept_activations(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> tuple[list[int], list[int]]:
@@ -97,8 +94,9 @@ class _Step:
         for i, block in enumerate(self._blocks):
             own = self.tokens * (needed[i] + widest[i]) + self._unreduced(block)
             yield self._moment(activations=self._before(i, kept) + own + self._root_gradient,
-                               gathered=self._gathered(i + 1), reduced=sum(self._blocks[i + 1 :]))  # fmt: skip
-        yield self._moment(activations=self._unreduced(self._root), gathered=self._gathered(0), reduced=self._all)
+                               gathered=self._gathered(i + 1), reduced=self._later[i])  # fmt: skip
+        both = self._unreduced(self._root) + (self._root_gradient if self._tied else 0.0)  # before the two are added
+        yield self._moment(activations=both, gathered=self._gathered(0), reduced=self._all)
         yield self._moment(gathered=0.0, reduced=self._all, offloaded=False)
 
     def _moment(self, *, gathered: float, activations: float = 0.0, logits: float = 0.0, reduced: float = 0.0,
@@ -164,37 +162,48 @@ class _Step:
         norm = norm_kernel(self.config, self.hf_config, on_gpu=self.on_gpu)
         return self._hidden * (activations.norm_bytes(norm, self._width) + self._width)
 
-    @property
+    @cached_property
     def _trained(self) -> float:
         """Share of the parameters that have a gradient."""
         return trained_params(self.config, self.hf_config) / spec.param_count(self.hf_config)
 
-    @property
+    @cached_property
     def _blocks(self) -> list[float]:
         """Parameters of each block as this rank gathers it: its part of the heads, channels and experts."""
         tp, ep = self._degrees.tp, self._degrees.ep
         return [dense / tp + experts / ep for dense, experts in spec.layer_params(self.hf_config)]
 
-    @property
+    @cached_property
+    def _later(self) -> list[float]:
+        """Parameters of all blocks behind each."""
+        sizes = [sum(parts) for parts in spec.layer_params(self.hf_config)]
+        return [sum(sizes[i + 1 :]) for i in range(len(sizes))]
+
+    @cached_property
+    def _tied(self) -> bool:
+        """Whether the LM head is the embedding."""
+        return self._root < 2 * spec.vocabulary(self.hf_config) * self._hidden
+
+    @cached_property
     def _all(self) -> float:
         return spec.param_count(self.hf_config)
 
-    @property
+    @cached_property
     def _root(self) -> float:
         return spec.root_params(self.hf_config)
 
-    @property
+    @cached_property
     def _degrees(self) -> Degrees:
         return choose_degrees(self.config, trainer_ranks(self.config))
 
-    @property
+    @cached_property
     def _shards(self) -> int:
         return self._degrees.fsdp * self._degrees.tp
 
-    @property
+    @cached_property
     def _hidden(self) -> int:
         return spec.layer_widths(self.hf_config)[0].hidden
 
-    @property
+    @cached_property
     def _width(self) -> int:
         return BYTES[self.config.trainer.dtype]
