@@ -10,7 +10,9 @@ import pytest
 
 from prime_hpc.cluster import staging
 from prime_hpc.cluster.staging import LOCK, MARK, stage
-from prime_hpc.errors import ConfigurationError, CorruptData, DeadlineExceeded, InfrastructureFailure
+from prime_hpc.config.checks import find_conflicts
+from prime_hpc.config.schema import parse
+from prime_hpc.errors import ConfigProblem, ConfigurationError, CorruptData, DeadlineExceeded, InfrastructureFailure
 
 
 @pytest.fixture
@@ -99,3 +101,6 @@ def test_a_copier_that_hangs_a_full_disk_and_a_wrong_folder_are_named(
         ConfigurationError, match=r"cluster.scratch = '\$NOWHERE': expected a folder that exists on every"
     ):
         stage(model, "$NOWHERE", "start", 5)
+    expected = "an absolute folder, or a variable that holds one as in $TMPDIR"
+    relative = find_conflicts(parse({"cluster": {"scratch": "scratch"}}))
+    assert ConfigProblem("cluster.scratch", "scratch", expected) in relative
