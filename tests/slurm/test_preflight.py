@@ -20,7 +20,7 @@ chmod +x $FOLDER/bin/$SLURMD_NODENAME/nvidia-smi
 export PATH=$FOLDER/bin/$SLURMD_NODENAME:$PATH
 port=$FREE; [ $SLURMD_NODENAME = node4 ] && port=$BUSY
 cd {repository}
-exec {python} $FOLDER/faulty.py $FOLDER/shared --gpus $GPUS --probe-mib 8 --disk-gb-s 0.01 --timeout-s 300 \\
+exec {python} $FOLDER/faulty.py $FOLDER/shared --gpus $GPUS --probe-mib 8 --disk-gb-s 1e-5 --timeout-s 300 \\
     --model $FOLDER/models/$SLURMD_NODENAME --port $port $MORE
 """
 FAULTY = """import os, sys, time
@@ -28,12 +28,12 @@ from pathlib import Path
 from prime_hpc.cluster import preflight
 from prime_hpc.cluster.checks import filesystem, gpus
 
-node, now, flush = os.environ["SLURMD_NODENAME"], time.time, os.fsync
+node, now, write = os.environ["SLURMD_NODENAME"], time.time, filesystem._write
 gpus.inspect_gpus.__defaults__ = (Path(os.environ["FOLDER"]) / "devices" / node,)
 if node == "node2":
     time.time = lambda: now() + 30
-if node == "node3":  # a file system that writes 8 MiB in two seconds
-    filesystem.os.fsync = lambda descriptor: (time.sleep(2), flush(descriptor))
+if node == "node3":  # a file system that writes 8 MiB in an hour, by the clock
+    filesystem._write = lambda *given: write(*given) + 3600
 
 if __name__ == "__main__":
     sys.exit(preflight.main())
