@@ -81,17 +81,20 @@ def narrow(**sizes: int) -> dict[str, Any]:
 
 HEAVY = narrow(vocab_size=40000, hidden_size=512, intermediate_size=1408, num_hidden_layers=2, num_attention_heads=8,
                num_key_value_heads=4)  # fmt: skip
+WORDY = narrow(vocab_size=20000, hidden_size=64, intermediate_size=176, num_hidden_layers=1, num_attention_heads=1,
+               num_key_value_heads=1)  # fmt: skip
 LIGHT = narrow(vocab_size=1024, hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4)
 
 
-@pytest.mark.parametrize(("model", "tokens", "rows", "measured_gib"), [
-    (HEAVY, 128, 1, 1.10),  # most of it weights and what the optimiser keeps
-    (HEAVY, 128, 2, 1.20),
-    (LIGHT, 4096, 1, 0.77),  # most of it activations
+@pytest.mark.parametrize(("model", "tokens", "rows", "chunk", "measured_gib"), [
+    (HEAVY, 128, 1, 512, 1.10),  # most of it weights and what the optimiser keeps
+    (HEAVY, 128, 2, 512, 1.20),
+    (LIGHT, 4096, 1, 512, 0.77),  # most of it activations
+    (WORDY, 2048, 1, 1024, 1.00),  # most of it logits
 ])  # fmt: skip
-def test_a_trainer_on_a_cpu_needs_as_much_host_memory_as_measured(model, tokens, rows, measured_gib) -> None:
+def test_a_trainer_on_a_cpu_needs_as_much_host_memory_as_measured(model, tokens, rows, chunk, measured_gib) -> None:
     """Two steps of `trainer.bench` in float32 by one thread; the most that was resident."""
-    config = parse({"mode": "bench", "trainer": {"micro_batch_tokens": tokens, "head_chunk_tokens": 512}})
+    config = parse({"mode": "bench", "trainer": {"micro_batch_tokens": tokens, "head_chunk_tokens": chunk}})
     host = trainer_memory(config, model, on_gpu=False, rows=rows).host_bytes
     assert host / GIB == pytest.approx(measured_gib, rel=0.15)
 
