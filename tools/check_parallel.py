@@ -6,6 +6,7 @@ a share of their norm; that of a layout may be at most `SLACK` times that of one
 """
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -139,6 +140,7 @@ def check(layout: Layout, root: Path, device: torch.device, truths: dict[str, An
 
 def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     """Speed of optimiser steps over one row for every rank, all ranks together, or what one rank alone does of it."""
+    gc.collect()  # the modules of the layout before hang together in cycles, and their weights would count
     ranks, on_gpu = dist.get_world_size(), device.type == "cuda"
     directory = root / f"{layout.model_type} large"
     config = make_config(directory, layout, "bfloat16" if on_gpu else "float32")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prime_hpc.cluster.checks.cache import inspect_model
-from prime_hpc.cluster.checks.fabric import inspect_fabric
+from prime_hpc.cluster.checks.fabric import Fabric, inspect_fabric
 from prime_hpc.cluster.checks.filesystem import PROBE_BYTES, inspect_room, inspect_speed
 from prime_hpc.cluster.checks.finding import Finding
 from prime_hpc.cluster.checks.gpus import inspect_gpus
@@ -40,6 +40,7 @@ class Wanted:
     free_gib: float
     disk_gb_s: float
     fabric_gb_s: float | None
+    trainer_nodes: int | None
     skew_s: float
     timeout_s: float
     probe_mib: int
@@ -56,8 +57,9 @@ def inspect_node(wanted: Wanted, meeting: Meeting, node: int) -> list[Finding]:
         return findings
     findings += [inspect_speed(wanted.folder, wanted.disk_gb_s, wanted.probe_mib * 2**20), inspect_ports(wanted.ports),
                  *map(inspect_model, wanted.models)]  # fmt: skip
-    if wanted.fabric_gb_s is not None and all(finding.fit for finding in findings):
-        findings.append(inspect_fabric(meeting.folder, node, wanted.nodes, wanted.gpus, wanted.fabric_gb_s))
+    if wanted.fabric_gb_s is not None and meeting.agree(all(finding.fit for finding in findings)):
+        fabric = Fabric(meeting.folder, wanted.nodes, wanted.gpus, wanted.trainer_nodes or wanted.nodes)
+        findings.append(inspect_fabric(fabric, node, wanted.fabric_gb_s))
     return findings
 
 
@@ -111,7 +113,10 @@ def parse_arguments(words: list[str], environment: Mapping[str, str]) -> Wanted:
                         help="a port that must be free")  # fmt: skip
     parser.add_argument("--free-gib", type=float, default=1.0, help="space that FOLDER must have")
     parser.add_argument("--disk-gb-s", type=float, default=0.0, help="GB/s to and from FOLDER, for each node")
-    parser.add_argument("--fabric-gb-s", type=float, help="GB/s between GPUs; not measured when left out")
+    parser.add_argument("--fabric-gb-s", type=float, help="GB/s between nodes; not measured when left out, nor where "
+                        "a node is not fit")  # fmt: skip
+    parser.add_argument("--trainer-nodes", type=int, help="so many, the last ones, are the trainer's: an all-reduce "
+                        "among them, and from there to each of the others; all when left out")  # fmt: skip
     parser.add_argument("--skew-s", type=float, default=2.0, help="how far apart clocks may be")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long nodes wait for each other's files")
     parser.add_argument("--probe-mib", type=int, default=PROBE_BYTES // 2**20,

@@ -21,6 +21,7 @@ from prime_hpc.cluster.lease import EXIT_FENCED, LeaseReader
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.patience import Patience
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
+from prime_hpc.cluster.staging import stage
 from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
@@ -35,6 +36,8 @@ EXIT_FINAL = 78
 """Exit code of a process that would fail again if it were started again."""
 RESTART_VARIABLE = "PRIME_HPC_RESTART"
 BEATS_PER_HANG = 12
+LOADERS = ("inference", "trainer")
+"""Components whose processes load weights."""
 
 
 class Role:
@@ -73,6 +76,17 @@ class Role:
     def draining(self) -> bool:
         """The run was asked to finish its step, save and leave."""
         return DRAIN_MARK in list_fresh(self.paths.rendezvous)
+
+    def stage_model(self) -> None:
+        """Load the model of this process from the node's own disk, where `cluster.scratch` names a folder there."""
+        cluster, frozen = self.config.cluster, self.process.frozen
+        model = self.config.frozen[frozen] if frozen else self.config.model
+        if not (cluster.scratch and model.path and self.process.component in LOADERS):
+            return
+        with self.heart.waiting(f"a copy of {model.path}", "this node", cluster.start_timeout_s):
+            start = f"{self.plan.run_dir} attempt {self.plan.attempt}"
+            model.path = str(stage(Path(model.path), cluster.scratch, start, cluster.start_timeout_s))
+        self.log.info("loads its model from %s", model.path)
 
     def on_terminate(self, leave: Callable[[], object]) -> Callable[..., None]:
         """A handler for SIGTERM that calls `leave`.
@@ -134,6 +148,7 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
     signal.signal(signal.SIGTERM, role.on_terminate(_die))
     role.start_watch(leave_when_complete=server)
     try:
+        role.stage_model()
         run(role)
     except KeyboardInterrupt:
         role.rendezvous.publish("stopped")

@@ -36,7 +36,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "bench": (_bench,),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [_model, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
+    checks = [_model, _scratch, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -83,6 +83,12 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, str(path), "a directory with a tokenizer (tokenizer_config.json)")
     elif not tokenizer.get("chat_template") and not (path / "chat_template.jinja").exists():
         yield ConfigProblem(key, str(path), "a tokenizer with a chat template (chat_template.jinja)")
+
+
+def _scratch(config: RunConfig) -> Iterator[ConfigProblem]:
+    folder = config.cluster.scratch
+    if folder is not None and not folder.startswith(("/", "$")):
+        yield ConfigProblem("cluster.scratch", folder, "an absolute folder, or a variable that holds one as in $TMPDIR")
 
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -110,6 +110,9 @@ class ClusterConfig(AllocationConfig):
     """A process that sees no sign of its supervisor for this long leaves by itself."""
     start_timeout_s: Seconds = 600.0
     """Deadline for every process to come up."""
+    scratch: str | None = None
+    """Folder on every node's own disk, e.g. `$TMPDIR`, to which one process a node copies the model before engines and
+    trainer ranks load it; by default all read it where it lies."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for every process. Never secrets: they are written to the plan."""
 

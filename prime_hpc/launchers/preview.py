@@ -30,7 +30,8 @@ def show_estimates(start: RunStart, console: Console) -> None:
 
 def show_start(plan: RunPlan, console: Console) -> None:
     """When Slurm would start the jobs of the plan; nothing where no Slurm answers."""
-    for start in ask_starts(plan) if ask_partitions() else []:
+    partitions = ask_partitions()
+    for start in ask_starts(plan, partitions) if partitions else []:
         console.print(_describe(start), soft_wrap=True)
 
 
@@ -48,6 +49,7 @@ def check_site(plan: RunPlan) -> None:
 
 def _describe(start: Start) -> str:
     limit = f" with a time limit of {start.limit}" if start.limit else ""
+    limit += f" on partition {start.partition}" if start.partition else ""
     if start.at is None:
         return f"Slurm would refuse {start.job}: {start.refused}"
     return f"Slurm would start {start.job}{limit} at {start.at:%a %d %b %H:%M:%S}"

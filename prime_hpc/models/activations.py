@@ -1,7 +1,7 @@
 """Bytes that the decoder keeps from the forward for the backward pass, from the dictionary of a config.json alone.
 
 The counts follow what autograd saves in `layers.py`, `moe.py` and the blocks of transformers: the inputs of matrices,
-of norms, of the attention kernel and of the gate.
+of norms, of the attention kernel and of the gate. Compiled, the gate's activation is computed anew.
 """
 
 from typing import Literal
@@ -15,8 +15,8 @@ states in float32 (native blocks on a CPU). hf: the same in float32 and in the m
 FLOAT32 = 4
 
 
-def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joined: bool,
-               split: int = 1) -> list[int]:  # fmt: skip
+def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joined: bool, split: int = 1,
+               compiled: bool = False) -> list[int]:  # fmt: skip
     """Bytes of each layer for one token.
 
     Args:
@@ -24,7 +24,8 @@ def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joine
         joined: attention runs document by document, so that its output exists in parts and joined.
         split: ranks that share heads and channels of MLPs (tensor parallelism); the residual stream is whole on each.
     """
-    return [_layer(widths, dtype_bytes, norm, joined, split) for widths in layer_widths(hf_config)]
+    gated = 3 if compiled else 4
+    return [_layer(widths, dtype_bytes, norm, joined, split, gated) for widths in layer_widths(hf_config)]
 
 
 def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
@@ -32,21 +33,30 @@ def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
     return [widths.hidden * dtype_bytes for widths in layer_widths(hf_config)]
 
 
-def product_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1) -> list[int]:
+def product_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, compiled: bool = False) -> list[int]:
     """Bytes of each layer for one token where its input and the outputs of its products and of attention are kept, and
-    all else is computed anew."""
-    return [dtype_bytes * _products(widths, split) for widths in layer_widths(hf_config)]
+    all else is computed anew. Compiled, the last product of a dense block is left out, as no gradient needs it."""
+    return [dtype_bytes * _products(widths, split, compiled) for widths in layer_widths(hf_config)]
 
 
-def _products(widths: Widths, split: int) -> int:
+def backward_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, compiled: bool = False) -> list[int]:
+    """Bytes of each layer for one token that its backward pass has at its widest beside what was kept: gradients around
+    the gate, and of what experts gave, which are float32 until they are cast where nothing fuses the two."""
+    pair = 2 * (dtype_bytes if compiled else FLOAT32)
+    return [dtype_bytes * (2 * widths.hidden + 2 * widths.feed_forward // split) + pair * widths.routed * widths.hidden
+            for widths in layer_widths(hf_config)]  # fmt: skip
+
+
+def _products(widths: Widths, split: int, compiled: bool) -> int:
+    last = widths.routed or (0 if compiled else 1)
     attention = widths.query + widths.key + widths.value + widths.latent + widths.out
-    return (2 + max(1, widths.routed)) * widths.hidden + (attention + 2 * widths.feed_forward) // split
+    return (2 + last) * widths.hidden + (attention + 2 * widths.feed_forward) // split
 
 
-def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int) -> int:
+def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int, gated: int) -> int:
     normed = 2 * widths.hidden + (widths.query + widths.key if widths.norms_heads else 0) // split
     attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)
-    channels = 2 * widths.hidden + (attention + 4 * widths.feed_forward) // split
+    channels = 2 * widths.hidden + (attention + gated * widths.feed_forward) // split
     # rows sent to the experts, and what came back before it is weighted
     channels += 2 * widths.routed * widths.hidden
     router = FLOAT32 * widths.hidden if widths.routed and dtype_bytes < FLOAT32 else 0

@@ -89,12 +89,12 @@ def root_params(hf_config: HFConfig) -> int:
 
 def expert_params(hf_config: HFConfig) -> int:
     """Parameters of all routed experts."""
-    return sum(layer.experts for layer in _layers(_text(hf_config)))
+    return sum(experts for _, experts in layer_params(hf_config))
 
 
-def largest_layer(hf_config: HFConfig) -> int:
-    """Parameters of the largest decoder layer, all experts counted."""
-    return max(layer.shared + layer.experts + layer.vectors for layer in _layers(_text(hf_config)))
+def layer_params(hf_config: HFConfig) -> list[tuple[int, int]]:
+    """Parameters of each decoder layer: those of its routed experts left out, and of these."""
+    return [(layer.shared + layer.vectors, layer.experts) for layer in _layers(_text(hf_config))]
 
 
 @dataclass(frozen=True)

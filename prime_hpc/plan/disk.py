@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from prime_hpc.config.run import RunConfig
 from prime_hpc.models import spec
 from prime_hpc.models.spec import HFConfig
-from prime_hpc.plan.memory import BYTES, MASTER, MOMENTS, trained_params
+from prime_hpc.plan.peak import BYTES, MASTER, MOMENTS, trained_params
 from prime_hpc.plan.workload import Workload
 
 RECORD_BYTES = 6.0
@@ -29,8 +29,8 @@ class Disk:
 
 
 def disk_use(config: RunConfig, hf_config: HFConfig, workload: Workload) -> Disk:
-    """Checkpoints hold parameters and moments in float32, weight versions the published dtype. One more of each
-    exists while the next one is written; one more version while a slow engine still reads it."""
+    """Checkpoints hold parameters that train and their moments in float32, weight versions the published dtype. One
+    more of each exists while the next one is written; one more version while a slow engine still reads it."""
     keep, parameters, serves = config.checkpoint, spec.param_count(hf_config), config.mode == "rl"
     published = config.trainer.dtype if config.trainer.publish_dtype == "auto" else config.trainer.publish_dtype
     version = BYTES[published] * parameters
@@ -38,7 +38,7 @@ def disk_use(config: RunConfig, hf_config: HFConfig, workload: Workload) -> Disk
     kept_for_good = config.max_steps // keep.keep_every if keep.every and keep.keep_every else 0
     records = RECORD_BYTES * workload.tokens * config.orchestrator.batch_size * config.max_steps if serves else 0.0
     return Disk(
-        checkpoint=MASTER * (parameters + MOMENTS[config.optimizer.name] * trained_params(config, hf_config)),
+        checkpoint=MASTER * trained_params(config, hf_config) * (1 + MOMENTS[config.optimizer.name]),
         checkpoints=min(saves, keep.keep_last + kept_for_good + 1),
         version=version,
         versions=config.update.keep_versions + 2 if serves else 0,

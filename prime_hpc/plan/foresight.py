@@ -14,7 +14,7 @@ from prime_hpc.plan.disk import Disk, disk_use
 from prime_hpc.plan.memory import RoleMemory, engine_memory, other_memory, trainer_memory
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.time import Pace, assumptions, estimate_pace
-from prime_hpc.plan.workload import Workload, guess
+from prime_hpc.plan.workload import Workload, guess, micro_batches, sequences
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str 
         workload: lengths of rollouts; guessed when left out.
     """
     workload = workload or guess(config)
-    roles = _roles(plan, config, hf_config, here)
+    roles = _roles(plan, config, hf_config, workload, here)
     disk = disk_use(config, hf_config, workload)
     pace = _pace(plan, config, hf_config, workload, here)
     return Foresight(
@@ -56,7 +56,8 @@ def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str 
     )
 
 
-def _roles(plan: RunPlan, config: RunConfig, hf_config: HFConfig, here: str | None) -> list[RoleMemory]:
+def _roles(plan: RunPlan, config: RunConfig, hf_config: HFConfig, workload: Workload,
+           here: str | None) -> list[RoleMemory]:  # fmt: skip
     roles = []
     if engines := plan.engines():
         gpus = sum(len(p.gpus) for p in plan.of("inference") if p.index == 0)
@@ -64,7 +65,8 @@ def _roles(plan: RunPlan, config: RunConfig, hf_config: HFConfig, here: str | No
                                    beside_trainer=_share_gpus(plan)))  # fmt: skip
     if ranks := plan.of("trainer"):
         roles.append(trainer_memory(config, hf_config, on_gpu=bool(ranks[0].gpus),
-                                    device=device_of(config, "trainer", here)))  # fmt: skip
+                                    device=device_of(config, "trainer", here),
+                                    rows=micro_batches(config, sequences(config), workload)))  # fmt: skip
     return roles + (other_memory(config) if engines and ranks else [])
 
 

@@ -1,24 +1,18 @@
 """How much memory each kind of process needs at its peak: pure functions of the configuration and of config.json.
 
-How far GPU peaks were from the few that were measured is in docs/foresight.md; sizes of idle processes are assumed.
+How far these are from what was measured is in docs/foresight.md.
 """
 
 from dataclasses import dataclass, field
-from math import ceil
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks
-from prime_hpc.models import activations, spec
-from prime_hpc.models.activations import NormKernel
-from prime_hpc.models.families import choose_implementation
+from prime_hpc.models import spec
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.devices import GIB, Device
+from prime_hpc.plan.peak import BYTES, MASTER, MOMENTS, Parts, kept_activations, trained_params, training_peak
+from prime_hpc.plan.workload import longest_row
 
-BYTES = {"float32": 4, "bfloat16": 2}
-MASTER = 4
-"""Bytes of a parameter, a gradient or a moment of AdamW: all in float32."""
-MOMENTS = {"adamw": 2, "muon": 1, "signsgd": 0}
-"""Tensors of a parameter's size that an optimiser keeps; muon has two for what is no matrix."""
 ENGINE_RESERVE = 1.2 * GIB
 """What vLLM keeps beside weights and KV cache for its largest forward and CUDA graphs; measured at 0.6B."""
 ENGINE_SHARE = 0.9
@@ -26,9 +20,13 @@ ENGINE_SHARE_BESIDE_TRAINER = 0.4
 CPU_CACHE_BYTES = 128 * 2**20
 FILE_BYTES = 2 * GIB
 """A file of weights that a rank holds while it writes."""
-IDLE = {"trainer": 0.5 * GIB, "trainer on a GPU": 3.0 * GIB, "engine": 5.0 * GIB, "engine on a CPU": 1.5 * GIB,
+CONTEXT = 0.8 * GIB
+"""Of a trainer's GPU that is not torch's to allocate: CUDA context, kernels, workspaces of libraries. On an H200 that
+ran full, 139.7 GiB were in use and 138.8 of them allocated or kept by torch."""
+IDLE = {"trainer": 0.4 * GIB, "trainer on a GPU": 3.0 * GIB, "engine": 5.0 * GIB, "engine on a CPU": 1.5 * GIB,
         "environment": 0.3 * GIB, "orchestrator": 0.3 * GIB}  # fmt: skip
-"""Resident bytes of a process before it has done anything: interpreter, libraries, CUDA context."""
+"""Resident bytes of a process whose model is tiny: interpreter, libraries, CUDA context. That of a trainer on a CPU was
+measured, the others are assumed."""
 
 
 @dataclass(frozen=True)
@@ -55,75 +53,46 @@ class RoleMemory:
 
 
 def trainer_memory(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool, device: Device | None = None,
-                   row_tokens: int | None = None) -> RoleMemory:  # fmt: skip
-    """Peak of a trainer rank: the begin of the backward pass of the second micro-batch, when gradients exist already.
+                   row_tokens: int | None = None, rows: int = 2) -> RoleMemory:  # fmt: skip
+    """Peak of a trainer rank.
 
     Args:
         row_tokens: tokens of the longest row; as many as a row may have when left out.
+        rows: micro-batches of a step.
     """
     ranks = trainer_ranks(config)
-    parts = trainer_state(config, hf_config) | trainer_work(config, hf_config, row_tokens, on_gpu=on_gpu)
-    saving = {
-        "checkpoint being written": parts["weights"] + parts["optimiser"],
-        "weights being written": _written(config, hf_config),
-    }
+    parts = training_peak(config, hf_config, on_gpu=on_gpu, row_tokens=row_tokens, rows=rows)
     if not on_gpu:
-        return RoleMemory("trainer rank", ranks, host={"process": IDLE["trainer"], **parts, **saving})
-    host = {"process": IDLE["trainer on a GPU"], **saving}
-    return RoleMemory("trainer rank", ranks, parts, host, device.memory if device else None)
+        host = {"process": IDLE["trainer"], **parts, **_being_written(config, hf_config)}
+        return RoleMemory("trainer rank", ranks, host=host)
+    away = _offloaded(config, hf_config, row_tokens or longest_row(config))
+    host = {"process": IDLE["trainer on a GPU"], **away, **_being_written(config, hf_config)}
+    return RoleMemory("trainer rank", ranks, parts, host, device.memory - CONTEXT if device else None)
 
 
-def trainer_state(config: RunConfig, hf_config: HFConfig) -> dict[str, float]:
-    """Bytes of a rank that stay from step to step, or for as long as a step lasts.
-
-    Expert parallelism gathers less than is counted here: experts are taken to be whole on each rank.
-    """
-    shards = trainer_ranks(config) / config.trainer.parallel.dp_replicate
-    weights = MASTER * spec.param_count(hf_config) / shards
-    trained = MASTER * trained_params(config, hf_config) / shards
-    split = config.trainer.parallel.tp
-    whole = BYTES[config.trainer.dtype] * (spec.root_params(hf_config) + 2 * spec.largest_layer(hf_config) / split)
-    return {"weights": weights, "gradients": trained, "optimiser": MOMENTS[config.optimizer.name] * trained,
-            "gathered weights": whole}  # fmt: skip
+def _being_written(config: RunConfig, hf_config: HFConfig) -> Parts:
+    """A rank's shards of a checkpoint, copied before they are written while training goes on, and a file of weights."""
+    if config.mode == "bench":
+        return {}
+    trained = MASTER * trained_params(config, hf_config) * (1 + MOMENTS[config.optimizer.name])
+    return {"checkpoint being written": trained / _shards(config), "weights being written": _written(config, hf_config)}
 
 
-def trained_params(config: RunConfig, hf_config: HFConfig) -> float:
-    """Parameters with a gradient: all; with adapters r(a + b) for each a x b matrix, every side taken to be as long as
-    the hidden size, since few are shorter."""
-    parameters, hidden = spec.param_count(hf_config), spec.layer_widths(hf_config)[0].hidden
-    if not config.lora.on:
-        return parameters
-    return min(1.0, 2 * config.lora.rank / hidden * len(config.lora.adapters)) * parameters
+def _offloaded(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> Parts:
+    """What of a rank's GPU lies on the host for a while, by the trainer's keys."""
+    trainer, parts = config.trainer, {}
+    if trainer.optimizer_offload:
+        moments = MASTER * MOMENTS[config.optimizer.name] * trained_params(config, hf_config)
+        parts["optimiser"] = moments / _shards(config)
+    if trainer.activation_offload:
+        _, kept = kept_activations(config, hf_config, on_gpu=True)
+        parts["activations"] = row_tokens / trainer.parallel.cp * sum(kept)
+    return parts
 
 
-def trainer_work(config: RunConfig, hf_config: HFConfig, row_tokens: int | None, *, on_gpu: bool) -> dict[str, float]:
-    """Bytes of the forward and backward pass of one row: what layers keep, and the logits of a chunk.
-
-    The LM head holds three float32 copies of a chunk's logits in the forward; in the backward two of them beside the
-    gradient of its weight.
-    """
-    trainer = config.trainer
-    tokens = ceil((row_tokens or longest_row(config)) / trainer.parallel.cp)
-    width, vocabulary = BYTES[trainer.dtype], spec.vocabulary(hf_config)
-    norm, hidden = _norm(config, hf_config, on_gpu=on_gpu), spec.layer_widths(hf_config)[0].hidden
-    joined = trainer.attn in ("auto", "sdpa") and not trainer.compile
-    kept = activations.kept_bytes(hf_config, width, norm, joined=joined, split=trainer.parallel.tp)
-    last = tokens * hidden * (activations.norm_bytes(norm, width) + 2 * width)
-    logits = MASTER * min(tokens, trainer.head_chunk_tokens) * vocabulary
-    head = max(3 * logits, 2 * logits + (MASTER + width) * vocabulary * hidden)
-    if trainer.activation_checkpointing == "none":
-        return {"activations": tokens * sum(kept) + last, "logits": head}
-    if trainer.activation_checkpointing == "selective":
-        left = activations.product_bytes(hf_config, width, split=trainer.parallel.tp)
-    else:
-        left = activations.input_bytes(hf_config, width)
-    one_anew = tokens * max(all_of_it - part for all_of_it, part in zip(kept, left, strict=True))
-    return {"activations": tokens * sum(left) + last + max(0, one_anew - head), "logits": head}
-
-
-def longest_row(config: RunConfig) -> int:
-    """Tokens of a packed row at most."""
-    return config.trainer.micro_batch_tokens or config.seq_len
+def _shards(config: RunConfig) -> float:
+    """Ranks that share a copy of the parameters."""
+    return trainer_ranks(config) / config.trainer.parallel.dp_replicate
 
 
 def engine_memory(config: RunConfig, hf_config: HFConfig, *, gpus: int, device: Device | None = None,
@@ -174,14 +143,6 @@ def other_memory(config: RunConfig) -> list[RoleMemory]:
     batches = {"rollouts": 16.0 * config.orchestrator.batch_size * config.seq_len * (1 + config.orchestrator.max_lead)}
     return [RoleMemory("orchestrator", 1, host={"process": IDLE["orchestrator"], **batches}),
             RoleMemory("environment", workers, host={"process": IDLE["environment"]})]  # fmt: skip
-
-
-def _norm(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> NormKernel:
-    if config.trainer.compile:
-        return "fused"
-    if choose_implementation(config, hf_config) == "hf":
-        return "hf"
-    return "fused" if on_gpu else "composite"
 
 
 def _written(config: RunConfig, hf_config: HFConfig) -> float:

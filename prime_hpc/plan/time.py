@@ -1,7 +1,7 @@
 """Seconds of a step and what they cost: a roofline of trainer and engines, with every assumption named.
 
-MFU, decoding and filesystem are those of single runs on one H200 (docs/benchmarks.md), the shares of bandwidth and of
-prefill are assumed. Larger models come closer to a GPU's peak, slow filesystems and environments further from it.
+Training, decoding and filesystem are those of single runs on one H200 (docs/benchmarks.md), the shares of bandwidth and
+of prefill are assumed. Slow filesystems and environments make a run slower than its estimate.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,17 @@ from prime_hpc.models import spec
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.devices import Device
 from prime_hpc.plan.memory import cached_tokens, engine_memory, engine_weights
-from prime_hpc.plan.workload import Workload
+from prime_hpc.plan.peak import kept_activations
+from prime_hpc.plan.workload import Workload, micro_batches, sequences
 
-MFU = 0.16
-MFU_COMPILED = 0.26
+PRODUCTS = 0.76
+"""Of a GPU's peak that products of matrices and attention reach: 750 of 989 TFLOP/s."""
+PASSES, PASSES_COMPILED = 13, 7.6
+"""How often a step moves, between a GPU's memory and its cores, the bytes that a backward pass needs of the forward."""
+ROW_BYTES, STEP_BYTES = 55, 64
+"""Moved for each parameter by a row, which gathers weights and reduces gradients, and by clipping and AdamW."""
+LAUNCH_S = 0.0047
+"""Of a block's forward and backward pass where it is not compiled, however little there is to compute."""
 RECOMPUTE = 4 / 3
 """Forward passes of activation checkpointing over those without: one more beside the three of forward and backward."""
 BANDWIDTH_SHARE = 0.6
@@ -71,7 +78,7 @@ class Pace:
 def estimate_pace(config: RunConfig, hf_config: HFConfig, workload: Workload, *, trainer: Device, engine: Device | None,
                   engine_gpus: int, trainer_nodes: int, gpus: int) -> Pace:  # fmt: skip
     """The pace of a run: each trainer rank has a `trainer` GPU, each engine has `engine_gpus` of the kind `engine`."""
-    rollouts = config.orchestrator.batch_size if config.mode == "rl" else config.trainer.sft.batch_size
+    rollouts = sequences(config)
     serves = config.mode == "rl" and engine is not None
     parameters = spec.param_count(hf_config)
     return Pace(
@@ -88,10 +95,17 @@ def estimate_pace(config: RunConfig, hf_config: HFConfig, workload: Workload, *,
 
 
 def train_seconds(config: RunConfig, hf_config: HFConfig, rollouts: int, workload: Workload, device: Device) -> float:
-    """Forward, backward and optimiser of a batch, on all ranks."""
-    flops = spec.train_flops(hf_config, [ceil(workload.tokens)]) * rollouts
-    flops *= RECOMPUTE if config.trainer.activation_checkpointing == "full" else 1.0
-    return flops / (device.flops * (MFU_COMPILED if config.trainer.compile else MFU) * trainer_ranks(config))
+    """Forward, backward and optimiser of a batch, on all ranks: what products take, and what passes through memory."""
+    trainer, ranks, parameters = config.trainer, trainer_ranks(config), spec.param_count(hf_config)
+    again = RECOMPUTE if trainer.activation_checkpointing == "full" else 1.0
+    flops = spec.train_flops(hf_config, [ceil(workload.tokens)]) * rollouts * again / ranks
+    tokens, rows = rollouts * workload.tokens / ranks, micro_batches(config, rollouts, workload)
+    needed, _ = kept_activations(config, hf_config, on_gpu=True)
+    passes = PASSES_COMPILED if trainer.compile else PASSES
+    passes *= 1.0 if trainer.activation_checkpointing == "none" else RECOMPUTE
+    moved = passes * tokens * sum(needed) + parameters * (ROW_BYTES * rows + STEP_BYTES / ranks)
+    computing = flops / (device.flops * PRODUCTS) + moved / (device.bandwidth * BANDWIDTH_SHARE)
+    return max(computing, 0.0 if trainer.compile else LAUNCH_S * len(needed) * rows)
 
 
 def sample_seconds(config: RunConfig, hf_config: HFConfig, workload: Workload, device: Device, gpus: int) -> float:
@@ -114,11 +128,11 @@ def sample_seconds(config: RunConfig, hf_config: HFConfig, workload: Workload, d
 
 def assumptions(config: RunConfig, workload: Workload) -> list[str]:
     """What the estimate takes for granted, in sentences."""
-    mfu = MFU_COMPILED if config.trainer.compile else MFU
     lengths = f"{workload.prompt:.0f} prompt and {workload.completion:.0f} sampled tokens a rollout"
-    said = [f"{lengths} ({workload.source})", f"trainer at {mfu:.0%} MFU"]
+    said = [f"{lengths} ({workload.source})", f"the trainer's products reach {PRODUCTS:.0%} of the peak"]
     if config.mode == "rl":
         said += [
+            f"sampling and training {'overlap' if config.orchestrator.max_staleness else 'take turns'}",
             "environments take no time of their own",
             f"engines reach {BANDWIDTH_SHARE:.0%} of the memory bandwidth and {DECODE_S * 1000:.0f} ms a token at best",
             f"weights are written at {WRITE_BYTES_S / 1e9:.2f} GB/s a trainer node and read at "

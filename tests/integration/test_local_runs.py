@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
                  "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
     first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
     second = LocalRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
-                      "inference.replicas=2", "monitor.wandb=offline")  # fmt: skip
+                      "inference.replicas=2", "monitor.wandb=offline", f"cluster.scratch={output}")  # fmt: skip
     for run in (first, second):
         code, text = run.wait()
         assert code == 0, text
@@ -49,6 +49,13 @@ def test_side_by_side_runs_share_nothing(finished: tuple[LocalRun, LocalRun]) ->
     tasks = [{r["task_id"] for r in read_records(record_path(run.root / "rollouts", 1))} for run in finished]
     assert tasks[0] != tasks[1], "another seed draws other tasks"
     assert (first.root / "model" / "config.json").exists() and (second.root / "model" / "config.json").exists()
+
+
+def test_processes_of_a_node_load_one_copy_of_the_model(finished: tuple[LocalRun, LocalRun]) -> None:
+    [staged] = (finished[1].root.parent / f"prime_hpc-{os.getuid()}").iterdir()
+    for process in ("trainer-0", "inference-0", "inference-1"):
+        assert f"loads its model from {staged}" in finished[1].log(process)
+    assert "loads its model from" not in finished[1].log("orchestrator-0") + finished[0].log("trainer-0")
 
 
 def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, LocalRun]) -> None:

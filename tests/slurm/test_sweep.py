@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.commands import stop
-from prime_hpc.observe.sweep import read_sweep
+from prime_hpc.observe.sweep import PointResult, read_sweep
 from tests.integration.runs import REPOSITORY
 from tests.slurm.slurm_runs import TINY
 from tools.slurm_sandbox import SlurmSandbox
@@ -82,6 +82,46 @@ def test_two_of_four_points_run_at_once_and_a_failed_one_stops_nobody(
         rows = [json.loads(line) for line in metrics.read_text().splitlines()] if point.step else []
         rewards = [row["train/all/reward"] for row in rows if "train/all/reward" in row]
         assert point.last == (pytest.approx(sum(rewards) / len(rewards)) if rewards else None)
+
+
+@pytest.mark.slow
+def test_a_watched_sweep_ends_a_dead_point_and_then_all_whose_budget_is_used(
+    slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
+) -> None:
+    """One point is always right, so that its reward never changes; the other learns on until nothing is left to pay."""
+    launched = launch(slurm, tmp_path, tiny_model, "inference.engine_args.skill0=1.0,0.5", "max_steps=1000",
+                      "orchestrator.drop_zero_advantage=false", "cluster.gpus_per_node=1", "trainer.device=cpu",
+                      "hydra.launcher.name=mine", many=True)  # fmt: skip
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    dead, alive = (tmp_path / "mine" / point.name for point in read_sweep(tmp_path / "mine"))
+
+    def results() -> dict[str, PointResult]:
+        return {point.name: point for point in read_sweep(tmp_path / "mine")}
+
+    def watch(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "prime_hpc.sweep", str(tmp_path / "mine"), "--watch", *words]
+        return subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **slurm.env}, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    with watch("--dead-after", "2") as watching:
+        wait_for(lambda: results()[dead.name].state == "complete", dead.name, "the end of the dead point", 900)
+        wait_for(lambda: results()[alive.name].step >= 2, alive.name, "two steps", 900)
+        watching.kill()
+    assert (results()[alive.name].state, results()[dead.name].last) == ("running", 1.0)
+    used = sum(point.gpu_hours for point in results().values())
+    assert used > 0
+    with watch("--gpu-hours", f"{used:.9f}") as watching:
+        assert watching.wait(900) == 0, watching.stdout.read()
+    assert results()[alive.name].state == "complete"
+    assert all(2 <= point.step < 1000 for point in results().values())
+    reasons = [
+        json.loads(line)["reason"]
+        for point in (dead, alive)
+        for line in (point / "events.jsonl").read_text().splitlines()
+        if json.loads(line)["kind"] == "drain"
+    ]
+    assert reasons[0] == "the reward has been the same for 2 steps"
+    assert reasons[1].startswith("the sweep has used") and reasons[1].endswith("GPU-hours")
 
 
 def test_what_the_cluster_does_not_have_is_refused_and_the_start_is_told(

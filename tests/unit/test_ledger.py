@@ -1,6 +1,7 @@
 """The ledger, the simulation and the advice, of runs made file by file."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_status_shows_the_ledger(run: RunDir, capsys: pytest.CaptureFixture[str]
     assert "idle: inference 25%, trainer 20%" in shown
     assert "cost: 0.50 node-hours, 0.00 GPU-hours" in shown
     assert "advice: not enough was measured yet" in shown
+
+
+def test_energy_is_that_of_all_jobs_where_slurm_measures_it(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs, one of them started twice; one that has no figure."""
+    (tmp_path / "sacct").write_text('#!/bin/sh\n[ "$8" = 7,8 ] && printf "1800000\\n3600000\\n\\n1800000\\n"\n')
+    (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run.paths.job.write_text(json.dumps({"job_ids": ["7", "8"]}))
+    assert read_ledger(run.paths.root, START + 9999).energy_kwh == pytest.approx(2.0)
+    run.paths.job.write_text(json.dumps({"job_ids": ["9"]}))
+    assert read_ledger(run.paths.root, START + 9999).energy_kwh is None
 
 
 @pytest.mark.parametrize(("setting", "timings", "step_s"), [

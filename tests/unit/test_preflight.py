@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from prime_hpc.cluster import preflight
 from prime_hpc.cluster.checks import fabric, filesystem
 from prime_hpc.cluster.checks.cache import inspect_model
+from prime_hpc.cluster.checks.fabric import Fabric, inspect_fabric
 from prime_hpc.cluster.checks.filesystem import inspect_speed
 from prime_hpc.cluster.checks.finding import Finding
 from prime_hpc.cluster.checks.gpus import inspect_gpus
@@ -68,7 +69,8 @@ def test_a_node_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert inspect_gpus(8) == Finding("GPUs", False, "no GPU; 8 are needed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert inspect_gpus(2) == Finding("GPUs", True, "2 GPUs, not examined: no nvidia-smi")
-    assert fabric.inspect_fabric(tmp_path, 0, 2, 0, 100.0) == Finding("fabric", True, "no GPU")
+    assert inspect_fabric(Fabric(tmp_path, 1, 0, 1), 0, 100.0) == Finding("fabric", True, "one node")
+    assert inspect_fabric(Fabric(tmp_path, 1, 1, 1), 0, 100.0) == Finding("fabric", True, "one GPU")
 
 
 def test_a_slow_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +153,20 @@ def test_a_skewed_clock_is_that_of_the_node_that_has_it(tmp_path: Path) -> None:
     assert "clock: +30.0" in done.stdout and "from the others': set it (chrony, ntp)" in done.stdout
 
 
-def test_the_fabric_is_measured_over_every_rank(tmp_path: Path) -> None:
-    out = tmp_path / "speeds.json"
-    mp.spawn(fabric.measure, (tmp_path, 0, 1, 2, "cpu", 2**20, out), nprocs=2)
-    [speed] = json.loads(out.read_text()).items()
-    assert speed[0] == "all-reduce" and speed[1] > 0
+def measure_as_a_node(node: int, whole: Fabric) -> None:
+    fabric.measure(0, whole, node, whole.folder / f"{node}.fabric")
+
+
+def test_the_fabric_is_measured_within_the_trainer_and_from_there_to_the_others(tmp_path: Path) -> None:
+    """Three nodes without GPUs, the last two of them the trainer's."""
+    mp.spawn(measure_as_a_node, (Fabric(tmp_path, nodes=3, gpus=0, trainers=2),), nprocs=3)
+    speeds = [json.loads((tmp_path / f"{node}.fabric").read_text()) for node in range(3)]
+    assert [set(found) for found in speeds] == [
+        {"trainer to node 0"}, {"all-reduce", "trainer to node 0"}, {"all-reduce"}]  # fmt: skip
+    assert all(speed > 0 for found in speeds for speed in found.values())
+
+
+def test_who_sends_to_whom_in_the_fabric(tmp_path: Path) -> None:
+    assert Fabric(tmp_path, nodes=4, gpus=8, trainers=2).receivers() == {"trainer to node 0": 0, "trainer to node 1": 8}
+    assert Fabric(tmp_path, nodes=4, gpus=8, trainers=4).receivers() == {"node to node 3": 24}
+    assert Fabric(tmp_path, nodes=1, gpus=8, trainers=1).receivers() == {}

@@ -1,12 +1,13 @@
 """A plan against what sinfo says of a cluster."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prime_hpc.config.schema import parse
-from prime_hpc.launchers.slurm.site import Nodes, Partition, find_site_problems, read_partitions
+from prime_hpc.launchers.slurm.site import Nodes, Partition, ask_starts, find_site_problems, read_partitions
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import RunPlan
 
@@ -56,3 +57,26 @@ def test_a_plan_that_fits_has_no_problem() -> None:
 ])  # fmt: skip
 def test_what_the_cluster_lacks_is_named(cluster, components, expected) -> None:
     assert expected in problems(cluster, **components)
+
+
+SBATCH = r"""#!/bin/bash
+script=$(cat)
+hours=3  # on partition gpu, with the whole time limit
+[[ $script == *--time=720* ]] && hours=2
+[[ $script == *--time=360* ]] && hours=4
+[[ $script == *--partition=spot* ]] && hours=1
+echo "sbatch: Job 7 to start at $(date -d "+$hours hours" +%Y-%m-%dT%H:%M:%S) using 64 processors" >&2
+"""
+
+
+def test_what_would_start_sooner_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a shorter limit that starts later, nor a partition whose nodes have no GPUs."""
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    spot = "spot|1-00:00:00|20|96|2000000|gpu:h100:8|h100\n"
+    starts = ask_starts(make_plan({"time": "1-00:00:00"}), read_partitions(SINFO + spot))
+    assert [(start.limit, start.partition) for start in starts] == [
+        ("1-00:00:00", None), ("720", None), ("1-00:00:00", "spot")]  # fmt: skip
+    hours = [(start.at - starts[0].at).total_seconds() / 3600 for start in starts]
+    assert hours == pytest.approx([0, -1, -2], abs=0.1)

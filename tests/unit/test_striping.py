@@ -1,7 +1,6 @@
 """Lustre, by a stand-in for its `lfs`; and a model fetched for nodes without a network."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,14 @@ def test_other_filesystems_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_fetched_model_must_be_whole(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder, and by name."""
+    asked: list[tuple[str, dict]] = []
+    monkeypatch.setattr(prefetch, "snapshot_download", lambda name, **options: asked.append((name, options)))
     fetched = tmp_path / "model"
-
-    def copy(name: str, local_dir: Path, **_: object) -> None:
-        shutil.copytree(tiny_model, local_dir, dirs_exist_ok=True)
-
-    monkeypatch.setattr(prefetch, "snapshot_download", copy)
-    assert prefetch.main(["org/tiny", "--out", str(fetched)]) == 0
+    assert prefetch.main([str(tiny_model), "--out", str(fetched)]) == 0
+    assert (fetched / "model.safetensors").read_bytes() == (tiny_model / "model.safetensors").read_bytes()
+    assert asked == []
     os.truncate(fetched / "model.safetensors", 1000)
-    monkeypatch.setattr(prefetch, "snapshot_download", lambda *_, **__: None)
-    assert prefetch.main(["org/tiny", "--out", str(fetched)]) == 1
+    assert prefetch.main(["org/tiny", "--out", str(fetched), "--dataset", "org/tasks"]) == 1
+    assert [(name, options.get("local_dir"), options.get("repo_type")) for name, options in asked] == [
+        ("org/tiny", fetched, None), ("org/tasks", None, "dataset")]  # fmt: skip

@@ -56,6 +56,17 @@ class Meeting:
         seen = Finding("shared folder", len(arrivals) >= self._nodes, f"{met}, {time.monotonic() - begin:.1f} s")
         return [seen, self._clock(arrival, arrivals, skew_s)]
 
+    def agree(self, fit: bool) -> bool:
+        """Whether every node is `fit` so far, as each of them gets to know before what only all can do together."""
+        write_atomic(self.folder / f"{self._host}.{'fit' if fit else 'unfit'}", b"")
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            names = list_fresh(self.folder)
+            fit_nodes, unfit = (sum(name.endswith(suffix) for name in names) for suffix in (".fit", ".unfit"))
+            if unfit or fit_nodes >= self._nodes or time.monotonic() > deadline:
+                return not unfit and fit_nodes >= self._nodes
+            time.sleep(POLL_S)
+
     def report(self, findings: list[Finding]) -> None:
         """Hand in what this node has found."""
         write_atomic(self.folder / f"{self._host}.report", msgspec.json.encode(Report(self._host, findings)))

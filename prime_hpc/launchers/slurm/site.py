@@ -1,5 +1,6 @@
 """What this cluster offers, by sinfo, against what a plan asks for; and when Slurm would start it, by sbatch."""
 
+import copy
 import re
 import shutil
 import subprocess
@@ -7,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+import msgspec
+
+from prime_hpc.config.cluster import COMPONENTS
 from prime_hpc.config.slurm_checks import mebibytes, parse_time
 from prime_hpc.errors import ConfigProblem, nearest_name
 from prime_hpc.launchers.slurm.allocation import Block, jobs
@@ -42,10 +46,15 @@ class Partition:
 
 @dataclass(frozen=True)
 class Start:
-    """When Slurm would start a job with this time limit; `refused` has its words where it would not take it."""
+    """When Slurm would start a job with this time limit; `refused` has its words where it would not take it.
+
+    `partition` is where all of its nodes with GPUs (of a job without any, all its nodes) would come from, None for
+    where the plan has them from.
+    """
 
     job: str
     limit: str | None
+    partition: str | None = None
     at: datetime | None = None
     refused: str = ""
 
@@ -77,26 +86,48 @@ def find_site_problems(plan: RunPlan, partitions: list[Partition]) -> list[Confi
     return list(dict.fromkeys(problems))
 
 
-def ask_starts(plan: RunPlan) -> list[Start]:
-    """When each job of the plan would start; for one that would have to wait, also with shorter time limits."""
-    limit, starts = plan.typed_config().cluster.time, []
+def ask_starts(plan: RunPlan, partitions: list[Partition]) -> list[Start]:
+    """When each job of the plan would start; of one that would have to wait, also what would start sooner: with a
+    shorter time limit, or on another partition that has such nodes."""
+    limit, elsewhere = plan.typed_config().cluster.time, _moved(plan, partitions)
+    starts = []
     for name, script in render_scripts(plan).items():
         first = _test(name, script, limit)
         starts.append(first)
-        if limit and first.at and first.at > datetime.now():
-            seconds = parse_time(limit) or 0
-            shorter = [f"{seconds // part // 60}" for part in SHORTER if seconds // part >= 60]
-            tried = [_test(name, script.replace(f"--time={limit}", f"--time={time}"), time) for time in shorter]
+        if first.at and first.at > datetime.now():
+            tried = [_test(name, script.replace(f"--time={limit}", f"--time={time}"), time) for time in _shorter(limit)]
+            tried += [_test(name, scripts[name], limit, where) for where, scripts in elsewhere.items()]
             starts += [start for start in tried if start.at and start.at < first.at]
     return starts
 
 
-def _test(job: str, script: str, limit: str | None) -> Start:
+def _shorter(limit: str | None) -> list[str]:
+    """Minutes of the shorter time limits that are tried."""
+    seconds = parse_time(limit) or 0 if limit else 0
+    return [f"{seconds // part // 60}" for part in SHORTER if seconds // part >= 60]
+
+
+def _moved(plan: RunPlan, partitions: list[Partition]) -> dict[str, dict[str, str]]:
+    """The scripts of the plan by partition, for each that could serve its nodes with GPUs and does not yet."""
+    blocks = [block for job in jobs(plan) for block in job.blocks]
+    moving = {group.name for block in blocks for group in block.groups if block.gpus or not any(b.gpus for b in blocks)}
+    found = {}
+    for partition in partitions:
+        config = copy.deepcopy(plan.config)
+        for name in moving & set(COMPONENTS):
+            config["cluster"]["components"][name]["partition"] = partition.name
+        there = msgspec.structs.replace(plan, config=config)
+        if jobs(there) != jobs(plan) and not find_site_problems(there, partitions):
+            found[partition.name] = render_scripts(there)
+    return found
+
+
+def _test(job: str, script: str, limit: str | None, partition: str | None = None) -> Start:
     answer = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
     found = STARTS.search(answer.stderr)
     if found is None:
-        return Start(job, limit, refused=answer.stderr.strip())
-    return Start(job, limit, at=datetime.fromisoformat(found[1]))
+        return Start(job, limit, partition, refused=answer.stderr.strip())
+    return Start(job, limit, partition, at=datetime.fromisoformat(found[1]))
 
 
 def _block(block: Block, partitions: list[Partition], limit: str | None) -> Iterator[ConfigProblem]:
