@@ -42,7 +42,7 @@ def test_tests_fail_for_every_mistake_and_pass_without(monkeypatch: pytest.Monke
     made = [repository(number, 0) for number in range(150)]
     assert [m.module_path for m in made if not failing(m, m.module, monkeypatch)] == []
     assert [m.module_path for m in made if failing(m, m.right, monkeypatch)] == []
-    assert len({m.module for m in made}) > 100 and made[7] == repository(7, 0) != repository(7, 1)
+    assert len({m.module for m in made}) > 60 and made[7] == repository(7, 0) != repository(7, 1)
     drawn = {(m.module_path.partition("_")[2], right) for m in made for p in KNOWN for right, _ in p.mistakes
              if m.right.count(right) > m.module.count(right)}  # fmt: skip
     assert len(drawn) == sum(len(program.mistakes) for program in KNOWN), "every mistake is made"
