@@ -36,13 +36,14 @@ def sorted_lists(config: AlphabetSortConfig) -> Iterator[Conversation]:
 
 
 def open_moves(config: KuhnPokerConfig) -> Iterator[Conversation]:
-    """Single turns of `kuhn_poker`, answered by a move at random."""
+    """What one player of `kuhn_poker` was told and did up to a turn, and a move at random."""
     generator = random.Random(config.seed)
     while True:
         before, moves = generator.choice(list(MOVES.items()))
-        history = before.split()
-        said = told(config.prompt, generator.randrange(len(CARDS)), len(history) % 2, history, moves)
-        yield [(said, generator.choice(moves))]
+        made, card = [*before.split(), generator.choice(moves)], generator.randrange(len(CARDS))
+        player = (len(made) - 1) % 2
+        yield [(told(config.prompt, card, player, made[:i], MOVES[" ".join(made[:i])]), made[i])
+               for i in range(player, len(made), 2)]  # fmt: skip
 
 
 MAKERS: dict[str, tuple[type, Callable[..., Iterator[Conversation]]]] = {

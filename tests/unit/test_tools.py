@@ -41,7 +41,8 @@ def test_examples_of_games_are_right_and_open() -> None:
         assert whole == "z".join(sorted([*first.split("z"), *second.split("z")]))
     conversation = [("a", "b"), ("c", "d")]
     assert [m["role"] for m in row(conversation)["messages"]] == ["user", "assistant"] * 2
-    made = [turn for [turn] in examples("kuhn_poker_cpu", 0, ROWS)]
+    made = [turn for conversation in examples("kuhn_poker_cpu", 0, ROWS) for turn in conversation]
+    assert len(made) > ROWS, "the first player may move twice"
     assert {said.split()[0] for said, _ in made} == {"jack", "queen", "king"}
     for said, move in made:
         history = said.partition("So far: ")[2].rstrip(". ").replace(",", "")
