@@ -1,5 +1,6 @@
 """Loading a tokenizer without torch, which it does not need, and which costs every worker seconds and memory."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,11 @@ def without_torch() -> Iterator[None]:
         yield
         return
     sys.modules[HEAVY] = None  # type: ignore[assignment]  # how Python itself marks what must not be imported
+    advice = logging.getLogger(REMEMBERS)
+    advice.disabled = True  # it would warn that torch is missing
     try:
         yield
     finally:
+        advice.disabled = False
         for name in [name for name in sys.modules if name.partition(".")[0] in (HEAVY, REMEMBERS)]:
             del sys.modules[name]
