@@ -4,8 +4,9 @@ The orchestrator's own parts (environment pool, runner, scheduler, journal, batc
 environment servers in processes of their own that answer over the real wire with a recorded episode of 20 turns. There
 is no engine and no trainer: a batch counts as trained once it is packed. Episodes last between half and one and a half
 times `--seconds`; `--failing` and `--hanging` are shares of them that end in an error of their environment, or only at
-their time limit. `late` counts answers to episodes that were given up already, `lost` episodes that ended and are in no
-batch and do not wait for one.
+their time limit. Each of the engines stands still for the share `--stalling` of every half minute, one after the other:
+its episodes that would end then end together when it goes on. `late` counts answers to episodes that were given up
+already, `lost` episodes that ended and are in no batch and do not wait for one.
 """
 
 import argparse
@@ -61,6 +62,7 @@ from prime_hpc.transport.messages import (
 
 SOURCE, TURNS, SAID, SAMPLED = "recorded", 20, 200, 100
 """Tokens of a turn: what the environment says, what the policy samples."""
+ENGINES, STALL_PERIOD_S = 8, 30.0
 TICK_S = 0.01
 SETTLE = 100
 """Turns of the event loop after which everybody has seen what came in."""
@@ -69,16 +71,22 @@ VERSION = PolicyVersion(0, 0)
 
 @dataclass(frozen=True)
 class Load:
-    """How episodes behave: mean seconds, and shares that fail or reach their limit."""
+    """How episodes behave: mean seconds, shares that fail or reach their limit, share of time that an engine stalls."""
 
     seconds: float
-    failing: float
-    hanging: float
+    failing: float = 0.0
+    hanging: float = 0.0
+    stalling: float = 0.0
 
     @property
     def limit_s(self) -> float:
         """Time limit of an episode, which only those that hang reach."""
         return 3 * self.seconds
+
+    def end(self, engine: int, due: float) -> float:
+        """When an episode of `engine` ends that is due then: at the end of the engine's stall, if it is within one."""
+        into = (due + engine * STALL_PERIOD_S / ENGINES) % STALL_PERIOD_S
+        return due + max(0.0, self.stalling * STALL_PERIOD_S - into)
 
 
 def recorded(request: RunRollout, reward: float) -> Rollout:
@@ -109,10 +117,11 @@ def serve(name: str, keys: RunSecrets, address: str, capacity: int, load: Load) 
         if socket.poll(int(1000 * TICK_S)):
             request = decode(socket.recv_multipart())
             if isinstance(request, RunRollout):
-                end = generator.random()
-                fate = "hang" if end < load.hanging else "fail" if end < load.hanging + load.failing else "end"
+                drawn = generator.random()
+                fate = "hang" if drawn < load.hanging else "fail" if drawn < load.hanging + load.failing else "end"
                 seconds = load.limit_s if fate == "hang" else load.seconds * generator.uniform(0.5, 1.5)
-                heapq.heappush(due, (time.monotonic() + seconds, count, request, fate))
+                end = load.end(int(request.base_url.rpartition("-")[2]), time.monotonic() + seconds)
+                heapq.heappush(due, (end, count, request, fate))
             elif isinstance(request, CancelRollout):
                 due = [entry for entry in due if entry[2].rollout_id != request.rollout_id]
                 heapq.heapify(due)
@@ -131,14 +140,14 @@ def _answer(name: str, request: RunRollout, fate: str, generator: random.Random)
     return RolloutDone(worker=name, rollout=rollout, messages=msgspec.json.encode(said).decode())
 
 
-class OneEngine:
-    """A fleet of one engine that nobody asks."""
+class Engines:
+    """A fleet that nobody asks; its addresses end in the engine's number."""
 
     def __init__(self) -> None:
-        self._engine = Engine("inference-0", "http://127.0.0.1:1", serving=True)
+        self._engines = [Engine(f"inference-{i}", f"http://inference-{i}", serving=True) for i in range(ENGINES)]
 
     async def pick(self) -> Engine:
-        return self._engine
+        return min(self._engines, key=lambda engine: engine.load)
 
     def suspect(self, engine: Engine) -> None:
         """Nobody was asked."""
@@ -205,7 +214,7 @@ async def bench(role: Role, episodes: int, servers: int, load: Load) -> dict[str
         process.start()
     maker, versions = BatchMaker(role.config, Lineages([])), Trained()
     stream = TaskStream({SOURCE: role.config.env.train[0]}, {SOURCE: None}, 0)
-    runner = Runner(role, pool, OneEngine(), FrozenModels(role))  # type: ignore[arg-type]
+    runner = Runner(role, pool, Engines(), FrozenModels(role))  # type: ignore[arg-type]
     journal = Journal.start(role.paths.journal)
     scheduler = Scheduler(role, runner, stream, versions, journal, maker.informative)  # type: ignore[arg-type]
     serving = asyncio.create_task(pool.serve())
@@ -254,11 +263,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="mean duration of an episode")
     parser.add_argument("--failing", type=float, default=0.0)
     parser.add_argument("--hanging", type=float, default=0.0)
+    parser.add_argument("--stalling", type=float, default=0.0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
-        load = Load(options.seconds, options.failing, options.hanging)
+        load = Load(options.seconds, options.failing, options.hanging, options.stalling)
         role = prepare(Path(folder), options.inflight, options.batch, load.limit_s)
         for name, value in asyncio.run(bench(role, options.episodes, options.servers, load)).items():
             print(f"{name:>24} {value:.2f}")

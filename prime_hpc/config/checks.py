@@ -221,6 +221,9 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in seen:
             yield ConfigProblem(f"{key}.name", name, f"a name of its own; {seen[name]} has it already")
         seen.setdefault(name, key)
+        if source.runtime.name == "subprocess" and source.runtime.image:
+            yield ConfigProblem(f"{key}.runtime.image", source.runtime.image,
+                                "null, or runtime.name=apptainer: a subprocess has no image")  # fmt: skip
     yield from _shares(config)
     for i, source in enumerate(config.env.train):
         yield from _pools(f"env.train.{i}.order.pools", source)
@@ -282,8 +285,11 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _replay(config: RunConfig) -> Iterator[ConfigProblem]:
     rollouts = config.trainer.replay.rollouts
+    last = config.trainer.replay.until or config.max_steps
     if not rollouts or not Path(rollouts).is_dir():
         yield ConfigProblem("trainer.replay.rollouts", rollouts, "the `rollouts` folder of a run")
+    elif not Path(rollouts, f"step_{last}.jsonl.zst").is_file():
+        yield ConfigProblem("trainer.replay.rollouts", rollouts, f"a folder with the rollouts of step {last}, the last")
 
 
 def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:

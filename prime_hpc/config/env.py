@@ -1,7 +1,7 @@
 """Configuration of environments: where tasks come from and how episodes run."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,20 @@ class SamplingConfig:
 
 
 @dataclass(kw_only=True)
+class RuntimeConfig:
+    """Where the programs of episodes run (docs/environments.md)."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    name: Literal["subprocess", "apptainer", "docker", "podman"] = "subprocess"
+    """`subprocess` runs them beside the worker, each in a folder of its own but not isolated."""
+    image: str | None = None
+    """Of a container: a file (SIF), or a reference that is pulled once; by the task, if it says, when left out."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the verifiers runtime, e.g. `{cpu: 2, memory: 4}` (cores, GB)."""
+
+
+@dataclass(kw_only=True)
 class SourceConfig:
     """One stream of tasks: a verifiers environment by id."""
 
@@ -38,6 +52,8 @@ class SourceConfig:
     """Arguments of the taskset."""
     env_args: dict[str, Any] = field(default_factory=dict)
     """Further fields of the verifiers environment config, e.g. `agent: {max_turns: 4}`."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """Where the programs of its episodes run, unless a seat in `env_args` names a runtime of its own."""
     ratio: Annotated[float, Field(gt=0)] = 1.0
     """Share of this source among the training sources."""
     ratio_schedule: dict[NonNegative, Annotated[float, Field(ge=0)]] = field(default_factory=dict)

@@ -12,11 +12,14 @@ from verifiers.v1.utils.loaders import env_config_type
 
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.envs.light import without_torch
+from prime_hpc.envs.sandbox import verifiers_runtime
 from prime_hpc.errors import EnvironmentFailure, InfrastructureFailure
 from prime_hpc.transport.messages import RunRollout
 
 KEY_VARIABLE = "PRIME_HPC_API_KEY"
 """Holds the run's token inside the worker. verifiers withholds variables named so from the programs of agents."""
+PLUGIN_GROUPS = ("verifiers.v1.tasksets", "verifiers.v1.harnesses", "verifiers.v1.envs")
 
 
 class Tasks:
@@ -66,7 +69,8 @@ class Environment:
         tokenizer = self._model.tokenizer or self._model.path
         try:
             client = self._client("", KEY_VARIABLE)
-            await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
+            with without_torch():
+                await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise EnvironmentFailure(f"renderer {self._model.renderer!r} does not load for {tokenizer}: {cause}; "
@@ -99,36 +103,40 @@ def offer_token(token: str) -> None:
 
 
 def environment_config(source: SourceConfig, scoring_timeout_s: float | None = None) -> vf.EnvConfig:
-    """The verifiers configuration of a source. Seats that name no runtime run here, not in a remote sandbox; those that
-    name no limit of scoring get this one."""
+    """The verifiers configuration of a source. Seats that name no runtime have the source's, not a remote sandbox;
+    those that name no limit of scoring get this one."""
+    defaults = {"runtime": verifiers_runtime(source.runtime)}
+    if scoring_timeout_s:
+        defaults["timeout"] = {"scoring": scoring_timeout_s}
     data: dict[str, Any] = {**source.env_args, "taskset": {**source.args, "id": plugin_id(source.id)}}
     data["id"] = plugin_id(data.get("id", ""))
     declared = env_config_type(data["taskset"]["id"], data["id"]).model_fields
     for name, field in declared.items():
         if isinstance(field.default, vf.AgentConfig):
-            data[name] = _seat(field.default, data.get(name, {}), scoring_timeout_s)
+            data[name] = _seat(field.default, data.get(name, {}), defaults)
     return vf.resolve_env_config(data)
 
 
 def plugin_id(module: str) -> str:
     """An id that verifiers resolves to `module`.
 
-    verifiers looks for an id below its own packages first, and that search fails for a dotted name. A dotted module
-    is therefore imported here and made known under a name without dots.
+    verifiers looks for an id below its own packages first. That search fails for a dotted name, and imports all that
+    lies beside. A dotted module is therefore imported here and made known where verifiers looks first.
     """
     if "." not in module or "/" in module or "@" in module:
         return module
     alias = module.replace(".", "_").lower()
-    sys.modules[alias] = importlib.import_module(module)
+    for group in PLUGIN_GROUPS:
+        sys.modules[f"{group}.{alias}"] = importlib.import_module(module)
     return alias
 
 
-def _seat(declared: vf.AgentConfig, given: dict[str, Any], scoring_timeout_s: float | None) -> dict[str, Any]:
+def _seat(declared: vf.AgentConfig, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     seat = dict(given)
-    if scoring_timeout_s and declared.timeout.scoring is None:
-        seat["timeout"] = {"scoring": scoring_timeout_s, **seat.get("timeout", {})}
+    if "timeout" in defaults and declared.timeout.scoring is None:
+        seat["timeout"] = {**defaults["timeout"], **seat.get("timeout", {})}
     if isinstance(declared.runtime, vf.PrimeConfig):
-        seat.setdefault("runtime", {"type": "subprocess"})
+        seat.setdefault("runtime", defaults["runtime"])
     if harness := seat.get("harness"):
         seat["harness"] = {**harness, "id": plugin_id(harness.get("id", ""))}
     return seat

@@ -48,6 +48,8 @@ def make_rollout(
         seconds=seconds,
     )
     rollout.failure = failure_of_episode(episode) or _invalid_reward(traces)
+    if rollout.failure is None and not request.evaluate:
+        rollout.failure = _images(traces)
     if rollout.failure is None:
         rollout.reward = fmean(t.reward for t in traces)
         rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
@@ -147,6 +149,16 @@ def _invalid_reward(traces: list[vf.Trace]) -> Failure | None:
     if not traces:
         message = "no trace of the policy: every seat is untrainable or plays another model"
         return Failure(kind="environment", type="InvalidReward", message=message)
+    return None
+
+
+def _images(traces: list[vf.Trace]) -> Failure | None:
+    """What the policy saw must be all in its tokens: those that stand for an image do not hold it."""
+    for trace in traces:
+        contents = [message.content for message in trace.messages if isinstance(message.content, list)]
+        if any(part.type == "image_url" for content in contents for part in content):
+            message = f"{trace.agent.name} was shown an image, which no trainer takes: train on text, or evaluate only"
+            return Failure(kind="environment", type="ImageNotTrained", message=message)
     return None
 
 

@@ -153,11 +153,14 @@ class Fleet:
             self.engines.append(Engine(name, base_url))
 
     async def _take_in(self, engine: Engine) -> None:
-        """Bring an engine that answers to the current version and into the rotation."""
+        """Bring an engine that answers to the current version and into the rotation.
+
+        Where nobody trains there is no version but the one that an engine has loaded by itself.
+        """
         state = await self._probe(engine)
-        if state is None or self._target is None:
+        if state is None:
             return
-        if state["version"] == str(self._target.version) and not state["paused"]:
+        if self._target is None or (state["version"] == str(self._target.version) and not state["paused"]):
             await self._admit(engine)
             return
         target = await asyncio.to_thread(self._in_files)

@@ -198,6 +198,9 @@ def test_reverse_text_from_hello_to_the_end(orchestrator: Orchestrator, engine: 
     assert "0.1" in engine.salts
     assert all("max_tokens" not in s and s["temperature"] == 0.5 for s in engine.sampling)
 
+    loaded = Path(f"/proc/{orchestrator.processes[worker].pid}/maps").read_text()
+    assert "tokenizers" in loaded and "libtorch" not in loaded, "episodes need no torch"
+
     orchestrator.move()
     hello = orchestrator.hello(worker)
     assert not hello.first and hello.running == []

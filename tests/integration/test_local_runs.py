@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.cluster.faults import Fault
 from prime_hpc.observe.records import read_batch, read_records, record_path
 from prime_hpc.orchestrator.journal import BatchCut, read
 from prime_hpc.transport.checkpoints import complete_steps
@@ -116,14 +117,24 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     assert newest == PolicyVersion(1, saved[-1] + 8), "versions past the checkpoint were abandoned: a new lineage"
 
 
-def test_sampling_alone_records_batches_that_another_run_may_train(tmp_path: Path, tiny_model: Path) -> None:
-    run = ForkedRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", SKILL)
+def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path: Path, tiny_model: Path) -> None:
+    lost = Fault(process="inference-0", point="sampling.during", action="SIGKILL", count=40)
+    run = ForkedRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", SKILL, faults=[lost])
     code, text = run.wait()
     assert code == 0, text
+    assert "inference-0 left the rotation" in run.log("orchestrator-0")
     assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
     manifest, samples = read_batch(run.root / "rollouts", 12)
     assert manifest.step == 12 and samples, "the base model is not too old for step 12"
     assert not list((run.root / "logs" / "attempt_1").glob("trainer*"))
+
+    trained = ForkedRun(tmp_path, tiny_model, "trained", "mode=replay", "max_steps=12",
+                       f"trainer.replay.rollouts={run.root / 'rollouts'}")  # fmt: skip
+    code, text = trained.wait()
+    assert code == 0, text
+    assert trained.reported == list(range(1, 13)) and trained.summary["steps"] == 12
+    assert complete_steps(trained.root / "checkpoints")[-1] == 12
+    assert [path.name for path in (trained.root / "logs" / "attempt_1").glob("*.log")] == ["trainer-0.log"]
 
 
 def test_the_process_that_failed_first_is_named_and_the_rest_is_stopped(tmp_path: Path, tiny_model: Path) -> None:

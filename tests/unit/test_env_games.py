@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.envs.killable import KillablePool, Killed
-from prime_hpc.envs.kuhn_poker.game import MOVES, payoff
+from prime_hpc.envs.kuhn_poker.game import MOVES, blunders, payoff
 from prime_hpc.envs.proposer_solver.sums import value_of
 from prime_hpc.envs.wiki_search.corpus import Corpus
 from prime_hpc.envs.wordle.taskset import guess_of
@@ -68,6 +68,15 @@ def test_payoffs_of_every_game_of_kuhn_poker() -> None:
 
     go_on([])
     assert games == {"check check": 1, "check bet call": 2, "check bet fold": -1, "bet call": 2, "bet fold": 1}
+
+
+def test_blunders_are_sure_losses_and_moves_that_are_not_open() -> None:
+    jack, queen, king = 0, 1, 2
+    assert blunders(jack, 1, ["bet", "call"]) == blunders(king, 1, ["bet", "fold"]) == {"illegal": 0, "blunder": 1}
+    assert blunders(jack, 0, ["check", "bet", "fold"]) == {"illegal": 0, "blunder": 0}
+    assert blunders(queen, 1, ["bet", "fold"]) == blunders(king, 0, ["bet", "fold"]) == {"illegal": 0}
+    assert blunders(king, 1, ["bet", "check"]) == {"illegal": 1}
+    assert blunders(king, 1, ["raise"]) == {}
 
 
 def test_both_seats_of_kuhn_poker_are_the_policy_and_their_rewards_cancel() -> None:

@@ -207,3 +207,15 @@ def test_a_full_context_ends_a_rollout_that_is_scored_as_truncated() -> None:
     call = vf.ModelCall(error=vf.Error(type="ProviderError", message="too long", status_code=400))
     rollout = rollout_of(make_episode(make_trace(said(None, [1]), replied(0, [], [2]), calls=[call])))
     assert rollout.failure is None and rollout.reward == 1.0 and rollout.truncated
+
+
+def test_images_are_evaluated_and_not_trained() -> None:
+    node = said(None, [1, 2])
+    shown = [{"type": "text", "text": "u"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    node = node.model_validate({**node.model_dump(), "message": {"role": "user", "content": shown}})
+    trace = make_trace(node, replied(0, [], [10, 11]))
+    failure = rollout_of(make_episode(trace)).failure
+    assert (failure.kind, failure.type) == ("environment", "ImageNotTrained") and "agent was shown" in failure.message
+    asked = msgspec.structs.replace(REQUEST, evaluate=True)
+    rollout = make_rollout(asked, "s", make_episode(trace), {trace.id: []}, 32, 1.5)
+    assert rollout.failure is None and rollout.reward == 1.0

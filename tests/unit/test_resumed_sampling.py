@@ -1,11 +1,14 @@
-"""A run that dies again and again trains every task that it drew, the long ones too, and each once."""
+"""A run that dies again and again trains every task that it drew, each once, and long ones as often as any other."""
 
 import asyncio
 import heapq
 import logging
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+
+import numpy as np
 
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
@@ -15,7 +18,15 @@ from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.transport.messages import PolicyVersion, Rollout, RolloutDone
 from tests.unit.test_scheduler import Clock, settle
 
-GROUP, BATCH, STEPS, STEPS_A_LIFE = 2, 8, 30, 4
+GROUP, BATCH, STEPS, LIFE_S = 2, 8, 150, 8.0
+"""A life lasts 8 median episodes, as a mean of exponential times."""
+CRITICAL = 1.95
+"""Of the Kolmogorov-Smirnov statistic times sqrt(n m / (n + m)): exceeded once in 1000 samples of one distribution."""
+
+
+def length(task_index: int, member: int) -> float:
+    """Seconds of a rollout: log-normal, a median of 1, one in a hundred above 33."""
+    return random.Random(f"{task_index}/{member}").lognormvariate(0, 1.5)
 
 
 class VirtualTime:
@@ -29,7 +40,7 @@ class VirtualTime:
         return False
 
     async def run(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion) -> RolloutDone:
-        seconds = random.Random(f"{task_index}/{rollout_id[-1]}").lognormvariate(0, 1.5)
+        seconds = length(task_index, int(rollout_id[-1]))
         future = asyncio.get_running_loop().create_future()
         heapq.heappush(self._due, (self.now + seconds, rollout_id, future))
         await future
@@ -43,8 +54,11 @@ class VirtualTime:
         await settle()
 
 
-async def live(journal: Journal, clock: Clock, until: int) -> list[int]:
-    """One life of an orchestrator, up to batch `until`; returns the tasks that its batches trained."""
+async def live(journal: Journal, clock: Clock, life_s: float, restores: bool) -> list[int]:
+    """One life of an orchestrator, which ends after `life_s` in the middle of things, or with the last batch.
+
+    Returns the tasks that its batches trained. Where it does not restore, open groups of the journal are forgotten.
+    """
     config = RunConfig()
     config.orchestrator.group_size, config.orchestrator.batch_size = GROUP, BATCH
     config.orchestrator.max_inflight, config.orchestrator.max_staleness = 12, 1000
@@ -53,12 +67,14 @@ async def live(journal: Journal, clock: Clock, until: int) -> list[int]:
     stream.restore(journal.state)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
     scheduler = Scheduler(role, runner, stream, clock, journal, lambda group: True)
-    scheduler.restore(journal.state)
+    if restores:
+        scheduler.restore(journal.state)
     running = asyncio.create_task(scheduler.run())
     await settle()
-    while clock.shipped < until:
-        while not scheduler.enough(clock.shipped + 1):
+    while clock.shipped < STEPS and runner.now < life_s:
+        if not scheduler.enough(clock.shipped + 1):
             await runner.advance()
+            continue
         groups = scheduler.take(clock.shipped + 1)
         clock.shipped += 1
         clock.published = PolicyVersion(0, clock.shipped)
@@ -71,20 +87,38 @@ async def live(journal: Journal, clock: Clock, until: int) -> list[int]:
     return trained
 
 
-def test_nothing_that_was_drawn_is_lost_or_trained_twice_however_long_it_takes(tmp_path: Path) -> None:
+def lives(path: Path, life_s: float, restores: bool = True) -> tuple[list[int], Journal]:
+    """Tasks that a run trained whose lives last `life_s` on average, and what its journal holds at the end."""
+
     async def scenario() -> tuple[list[int], Journal]:
-        path, clock, trained = tmp_path / "journal", Clock(), list[int]()
-        journal = Journal.start(path)
+        journal, clock, trained, generator = Journal.start(path), Clock(), list[int](), random.Random(0)
         while clock.shipped < STEPS:
-            trained += await live(journal, clock, min(STEPS, clock.shipped + STEPS_A_LIFE))
+            trained += await live(journal, clock, life_s * generator.expovariate(1.0), restores)
             journal.close()
             journal = Journal.reopen(path)
         return trained, journal
 
-    trained, journal = asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+def distance(tasks: list[int], others: list[int]) -> float:
+    """Kolmogorov-Smirnov statistic of two samples' lengths, times sqrt(n m / (n + m))."""
+    a, b = (np.sort([length(task, i) for task in sample for i in range(GROUP)]) for sample in (tasks, others))
+    points = np.concatenate([a, b])
+    shares = [np.searchsorted(sample, points, side="right") / len(sample) for sample in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).max() * np.sqrt(len(a) * len(b) / (len(a) + len(b))))
+
+
+def test_nothing_that_was_drawn_is_lost_or_trained_twice_and_no_length_is_preferred(tmp_path: Path) -> None:
+    trained, journal = lives(tmp_path / "interrupted", LIFE_S)
     waiting = [group.opened.task_index for group in journal.state.groups.values()]
     assert len(trained) == STEPS * BATCH // GROUP
     stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 1000}, 0)
     drawn = [stream.draw(1)[2] for _ in range(journal.state.draws["words"])]
     assert sorted(trained + waiting) == sorted(drawn), "every task that was drawn, once"
     assert len(waiting) <= 12 // GROUP + BATCH // GROUP, "and only the newest are not trained yet"
+
+    whole, _ = lives(tmp_path / "whole", math.inf)
+    assert distance(trained, whole) < CRITICAL
+    forgetful, _ = lives(tmp_path / "forgetful", LIFE_S, restores=False)
+    assert distance(forgetful, whole) > CRITICAL, "a run that forgets what was open is found out"

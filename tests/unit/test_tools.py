@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+from prime_hpc.envs.kuhn_poker.game import MOVES
 from tools.make_reverse_text import task_arguments, write_examples
+from tools.make_warmup import examples, row
 from tools.show_summary import describe
 
 ROWS = 50
@@ -31,6 +33,20 @@ def test_a_seed_decides_the_examples(tmp_path: Path):
         write_examples(tmp_path / name, ROWS, seed, task_arguments("reverse_text_cpu"))
     a, b, c = ((tmp_path / name).read_text() for name in "abc")
     assert a == b != c
+
+
+def test_examples_of_games_are_right_and_open() -> None:
+    for (first, reply), (second, whole) in examples("alphabet_sort_cpu", 0, ROWS):
+        assert reply == "z".join(sorted(first.split("z")))
+        assert whole == "z".join(sorted([*first.split("z"), *second.split("z")]))
+    conversation = [("a", "b"), ("c", "d")]
+    assert [m["role"] for m in row(conversation)["messages"]] == ["user", "assistant"] * 2
+    made = [turn for conversation in examples("kuhn_poker_cpu", 0, ROWS) for turn in conversation]
+    assert len(made) > ROWS, "the first player may move twice"
+    assert {said.split()[0] for said, _ in made} == {"jack", "queen", "king"}
+    for said, move in made:
+        history = said.partition("So far: ")[2].rstrip(". ").replace(",", "")
+        assert move in MOVES[history]
 
 
 def test_summary_shows_the_promised_numbers_the_curve_and_the_newest_logs(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 MOVES = {"": ("check", "bet"), "check": ("check", "bet"), "bet": ("call", "fold"), "check bet": ("call", "fold")}
 """Moves that are open after those made so far."""
+LOWEST, HIGHEST = 0, 2
 
 
 def payoff(cards: tuple[int, int], history: list[str]) -> int:
@@ -15,3 +16,18 @@ def payoff(cards: tuple[int, int], history: list[str]) -> int:
 def forfeit(player: int) -> int:
     """What the first player wins where `player` made a move that is not open: as if a bet had been lost."""
     return 2 if player == 1 else -2
+
+
+def blunders(card: int, player: int, history: list[str]) -> dict[str, float]:
+    """Of one player: whether a move was not open, and whether an answer to a bet lost for sure (calling with the lowest
+    card, folding the highest); answers where the card leaves a choice are not counted.
+
+    What both win is always 0 in sum, so this shows how well they play.
+    """
+    rates = {}
+    for i in range(player, len(history), 2):
+        moves = MOVES[" ".join(history[:i])]
+        rates["illegal"] = float(history[i] not in moves)
+        if "call" in moves and history[i] in moves and card in (LOWEST, HIGHEST):
+            rates["blunder"] = float(history[i] == ("call" if card == LOWEST else "fold"))
+    return rates

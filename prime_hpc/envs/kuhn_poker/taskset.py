@@ -1,14 +1,14 @@
 """The verifiers taskset and environment of `kuhn_poker`."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import verifiers.v1 as vf
 from pydantic import Field
 
 from prime_hpc.envs.chat import ChatHarness
-from prime_hpc.envs.kuhn_poker.game import MOVES, forfeit, payoff
+from prime_hpc.envs.kuhn_poker.game import MOVES, blunders, forfeit, payoff
 
 CARDS = ("jack", "queen", "king")
 SEATS = ("first", "second")
@@ -61,27 +61,29 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
     """Passes moves from seat to seat; what one wins the other loses."""
 
     async def run(self, task: KuhnPokerTask, agents: vf.Agents) -> None:
+        cards, history = task.data.cards, list[str]()
         async with agents.first.interaction(task) as first, agents.second.interaction(task) as second:
-            won = await self._play(task.data.cards, (first, second))
-        for seat, sign in ((first, 1), (second, -1)):
+            won = await self._play(cards, (first, second), history)
+        for player, (seat, sign) in enumerate(((first, 1), (second, -1))):
             seat.trace.record_reward("payoff", sign * won / 2)
+            seat.trace.record_metrics(blunders(cards[player], player, history))
 
-    async def _play(self, cards: tuple[int, int], seats: tuple[vf.Interaction, vf.Interaction]) -> int:
-        """What the first player wins."""
-        history: list[str] = []
+    async def _play(self, cards: tuple[int, int], seats: tuple[vf.Interaction, vf.Interaction],
+                    history: list[str]) -> int:  # fmt: skip
+        """What the first player wins; moves are added to `history`."""
         while moves := MOVES.get(" ".join(history)):
             player = len(history) % 2
-            segment = await seats[player].turn(self._message(cards[player], player, history, moves))
-            move = segment.last_reply.strip().strip(".").lower()
-            if move not in moves:
+            segment = await seats[player].turn(told(self.taskset.config.prompt, cards[player], player, history, moves))
+            history.append(segment.last_reply.strip().strip(".").lower())
+            if history[-1] not in moves:
                 return forfeit(player)
-            history.append(move)
         return payoff(cards, history)
 
-    def _message(self, card: int, player: int, history: list[str], moves: tuple[str, str]) -> str:
-        before = f"So far: {', '.join(history)}. " if history else ""
-        values = {"seat": SEATS[player], "card": CARDS[card], "before": before, "moves": " or ".join(moves)}
-        text = self.taskset.config.prompt
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
+
+def told(prompt: str, card: int, player: int, history: Sequence[str], moves: tuple[str, str]) -> str:
+    """What a player is told at a turn."""
+    before = f"So far: {', '.join(history)}. " if history else ""
+    values = {"seat": SEATS[player], "card": CARDS[card], "before": before, "moves": " or ".join(moves)}
+    for name, value in values.items():
+        prompt = prompt.replace(f"{{{name}}}", value)
+    return prompt

@@ -61,7 +61,7 @@ class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):
 class WikiSearchHarness(ToolHarness):
     """Searches and reads pages until it answers."""
 
-    def tools(self, data: WikiSearchData) -> Sequence[Callable[..., str]]:
+    def tools(self, data: WikiSearchData, runtime: vf.Runtime) -> Sequence[Callable[..., str]]:
         corpus = world(data.countries, data.seed)
 
         def search_pages(query: str) -> str:

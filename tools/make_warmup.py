@@ -1,0 +1,84 @@
+"""A tiny model and examples to warm it up: `python -m tools.make_warmup EXPERIMENT --out DIR`.
+
+For `alphabet_sort_cpu` the examples are sorted lists, for `kuhn_poker_cpu` open moves at random, so that the model
+knows how to play and not how to win.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import yaml
+from transformers.utils import logging
+
+from prime_hpc.config.compose import conf_dir
+from prime_hpc.envs.alphabet_sort.taskset import AlphabetSortConfig, AlphabetSortTaskset
+from prime_hpc.envs.kuhn_poker.game import MOVES
+from prime_hpc.envs.kuhn_poker.taskset import CARDS, KuhnPokerConfig, told
+from prime_hpc.models.tiny import make_tiny_model
+
+SEED_OFFSET = 1_000_000
+"""Keeps the examples apart from the tasks of RL, which are drawn from small seeds."""
+
+Conversation = list[tuple[str, str]]
+"""What the user says and what is right to reply, turn by turn."""
+
+
+def sorted_lists(config: AlphabetSortConfig) -> Iterator[Conversation]:
+    """Conversations of `alphabet_sort`."""
+    for task in AlphabetSortTaskset(config):
+        data = task.data
+        yield [(said, data.separator.join(answer))
+               for said, answer in zip([data.prompt, *data.further], data.answers, strict=True)]  # fmt: skip
+
+
+def open_moves(config: KuhnPokerConfig) -> Iterator[Conversation]:
+    """What one player of `kuhn_poker` was told and did up to a turn, and a move at random."""
+    generator = random.Random(config.seed)
+    while True:
+        before, moves = generator.choice(list(MOVES.items()))
+        made, card = [*before.split(), generator.choice(moves)], generator.randrange(len(CARDS))
+        player = (len(made) - 1) % 2
+        yield [(told(config.prompt, card, player, made[:i], MOVES[" ".join(made[:i])]), made[i])
+               for i in range(player, len(made), 2)]  # fmt: skip
+
+
+MAKERS: dict[str, tuple[type, Callable[..., Iterator[Conversation]]]] = {
+    "alphabet_sort_cpu": (AlphabetSortConfig, sorted_lists),
+    "kuhn_poker_cpu": (KuhnPokerConfig, open_moves),
+}
+
+
+def examples(experiment: str, seed: int, count: int) -> list[Conversation]:
+    """Conversations that fit the tasks of an experiment."""
+    config = yaml.safe_load((conf_dir() / "experiment" / f"{experiment}.yaml").read_text())
+    arguments = config["env"]["train"][0]["args"]
+    kind, make = MAKERS[experiment]
+    return list(islice(make(kind(**{**arguments, "num_tasks": count, "seed": SEED_OFFSET + seed})), count))
+
+
+def row(conversation: Conversation) -> dict[str, list[dict[str, str]]]:
+    """A row of SFT data."""
+    return {"messages": [{"role": role, "content": text} for turn in conversation
+                         for role, text in zip(("user", "assistant"), turn, strict=True)]}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("experiment", choices=MAKERS)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model and of sft.jsonl")
+    parser.add_argument("--rows", type=int, default=30_000, help="examples in sft.jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and examples")
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    made = examples(args.experiment, args.seed, args.rows)
+    alphabet = "".join(sorted({letter for conversation in made for turn in conversation for letter in "".join(turn)}))
+    make_tiny_model(args.out, args.seed, alphabet)
+    (args.out / "sft.jsonl").write_text("".join(json.dumps(row(conversation)) + "\n" for conversation in made))
+
+
+if __name__ == "__main__":
+    main()
