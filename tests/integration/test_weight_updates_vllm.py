@@ -39,7 +39,7 @@ async def follow(made: Rig, updates: int) -> tuple[Load, list[Any]]:
 
 @pytest.mark.parametrize("transport", ["filesystem", "delta", "nccl"])
 def test_fifty_updates_leave_what_a_fresh_engine_loads(tmp_path: Path, tiny_model: Path, transport: str) -> None:
-    settings = {"transport": transport, "canary_every": 1, "canary_bound": 1e-5}
+    settings = {"transport": transport, "canary_every": 1, "canary_bound": 1e-5, "timeout_s": 600, "stall_s": 120}
     with rig(tmp_path / "run", tiny_model, **settings) as made:
         load, (first, second) = asyncio.run(follow(made, 50))
         made.writer.export()
