@@ -9,8 +9,8 @@ import numpy as np
 
 from prime_hpc.config.algorithm import OPD, OPSD, AlgorithmConfig, CustomAlgorithm, Distillation
 from prime_hpc.config.curriculum import DifficultyPools
-from prime_hpc.config.env import SamplingConfig, SourceConfig
 from prime_hpc.config.engine_checks import find_argument_problems
+from prime_hpc.config.env import SamplingConfig, SourceConfig
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.json_files import read_json
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
@@ -133,7 +133,7 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if orchestrator.batch_size % orchestrator.group_size:
         yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
                             f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
-    if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
+    if isinstance(orchestrator.max_inflight, int) and orchestrator.max_inflight < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
     if config.pause.max_s >= config.trainer.batch_timeout_s:

@@ -1,4 +1,4 @@
-"""Arguments of vLLM, under `inference.vllm`, that an engine of a run does not survive, or survives with wrong results."""
+"""Arguments of vLLM, under `inference.vllm`, that an engine of a run does not survive, or only with wrong results."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

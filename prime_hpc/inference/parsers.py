@@ -38,8 +38,9 @@ TOOL_CALLS = (
     Format("glm45", marks=("<arg_key>",)),
     Format("hermes", marks=("<tool_call>", '"arguments"')),
 )  # fmt: skip
-"""The first that fits. `qwen3_coder` is the format of Qwen3-Coder, Qwen3.5 and later, Nemotron 3, INTELLECT-3 and Trinity
-Large Thinking; `hermes` that of Qwen2.5, Qwen3 and other Trinity models. Source: vLLM's documentation, "Tool calling"."""
+"""The first that fits. `qwen3_coder` is the format of Qwen3-Coder, Qwen3.5 and later, Nemotron 3, INTELLECT-3 and
+Trinity Large Thinking; `hermes` that of Qwen2.5, Qwen3 and other Trinity models. Source: vLLM's documentation, "Tool
+calling"."""
 
 REASONING = (
     Format(None, "gpt_oss"),

@@ -21,6 +21,7 @@ from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import BatchCut, Memory, RecordedBatch, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.live import LiveControl
+from prime_hpc.orchestrator.load import LoadControl
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.tasks import TaskStream
@@ -65,6 +66,7 @@ class Orchestrator:
                 tasks.create_task(self.fleet.watch()),
                 tasks.create_task(self.frozen.watch()),
                 tasks.create_task(self.live.follow()),
+                tasks.create_task(self.load.follow()),
                 tasks.create_task(self.server.serve(self._answer)),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
@@ -100,6 +102,7 @@ class Orchestrator:
                                    self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
         self.live = LiveControl(self.role, self.scheduler, self.tasks)
+        self.load = LoadControl(self.role, self.fleet, self.scheduler, self.versions)
         self.role.rendezvous.publish("sampling")
 
     async def _ship_again(self, batches: Iterable[RecordedBatch]) -> None:
@@ -184,6 +187,7 @@ class Orchestrator:
         self._give_up()
         await self.ledger.shipped(batch, self.lineages.current, self.scheduler.given_up)
         self.scheduler.given_up.clear()
+        self.ledger.note(batch.step, self.load.take_metrics())
         if not self.trains:
             self.versions.published = PolicyVersion(self.lineages.current, batch.step)
             await self.ledger.report(StepReport(step=batch.step, metrics={}))

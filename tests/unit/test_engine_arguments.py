@@ -10,8 +10,11 @@ from prime_hpc.config.engine_checks import REFUSED, find_argument_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.inference import parsers
 
-TIERS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-         "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30, "secondary_tiers": [{"type": "fs_python"}]}}  # fmt: skip
+TIERS = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30, "secondary_tiers": [{"type": "fs_python"}]},
+}
 
 BAD = [
     ({"model": "/other"}, {}, "model"),
