@@ -36,6 +36,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "replay": (_loss, _replay),
         "serve": engines,
         "bench": (_bench,),
+        "bench_inference": (*engines, _bench_inference),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
     checks = [_model, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
@@ -296,6 +297,17 @@ def _bench(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.bench.warmup", config.trainer.bench.warmup,
                             f"less than max_steps = {config.max_steps}, which counts warm-up steps too")  # fmt: skip
     yield from _rows(config)
+
+
+def _bench_inference(config: RunConfig) -> Iterator[ConfigProblem]:
+    bench = config.inference.bench
+    if bench.prompt_tokens + bench.reply_tokens > config.seq_len:
+        room = config.seq_len - bench.reply_tokens
+        expected = f"at most {room}, so that prompt and reply together fit into seq_len"
+        yield ConfigProblem("inference.bench.prompt_tokens", bench.prompt_tokens, expected)
+    if bench.shared_tokens > bench.prompt_tokens:
+        yield ConfigProblem("inference.bench.shared_tokens", bench.shared_tokens,
+                            f"at most inference.bench.prompt_tokens = {bench.prompt_tokens}")  # fmt: skip
 
 
 def source_name(source: SourceConfig) -> str:

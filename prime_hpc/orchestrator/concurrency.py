@@ -36,9 +36,9 @@ class Load:
 class Throttle:
     """The limit of rollouts in flight.
 
-    A rollout costs `kv_usage / inflight` of a cache; the limit goes to where the mean cost fills `TARGET` of it. That is
-    where it settles from below and from above, since cost does not depend on the limit. A preemption says that a cache
-    is full, whatever the gauge showed; the cost at an alarm is remembered for some time. Growth is paid for by rollouts
+    A rollout costs `kv_usage / inflight` of a cache; the limit goes to where the mean cost fills `TARGET` of it. There
+    it settles from below and from above, since the cost does not depend on the limit. A preemption says that a cache is
+    full, whatever the gauge showed; the cost at an alarm is remembered for some time. Growth is paid for by rollouts
     that end, so that those which are admitted show their cost before more follow; what is too much leaves by ending,
     and none is killed.
     """

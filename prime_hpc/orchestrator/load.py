@@ -108,8 +108,9 @@ class LoadControl:
             await self._scheduler.notify()
 
     def _name_silent(self, names: set[str]) -> None:
-        """Say once of every engine that it tells nothing."""
-        for name in sorted(names - self._silent):
-            stays = f"; orchestrator.max_inflight=auto stays at {self._scheduler.limit}" if self._follows else ""
-            self._role.log.warning("%s does not tell the use of its KV cache at /metrics%s", name, stays)
-        self._silent |= names
+        """Say once of every engine that it tells nothing, where that matters."""
+        for name in sorted(names - self._silent) if self._follows else ():
+            self._silent.add(name)
+            stays = f"goes by the others, and stays at {self._scheduler.limit} where none tells"
+            said = "%s does not tell the use of its KV cache at /metrics: max_inflight=auto %s"
+            self._role.log.warning(said, name, stays)

@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
                  "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
     first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
     second = LocalRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
-                      "inference.replicas=2", "monitor.wandb=offline")  # fmt: skip
+                      "inference.replicas=2", "monitor.wandb=offline", "orchestrator.max_inflight=auto")  # fmt: skip
     for run in (first, second):
         code, text = run.wait()
         assert code == 0, text
@@ -49,6 +49,13 @@ def test_side_by_side_runs_share_nothing(finished: tuple[LocalRun, LocalRun]) ->
     tasks = [{r["task_id"] for r in read_records(record_path(run.root / "rollouts", 1))} for run in finished]
     assert tasks[0] != tasks[1], "another seed draws other tasks"
     assert (first.root / "model" / "config.json").exists() and (second.root / "model" / "config.json").exists()
+
+
+def test_engines_that_tell_nothing_of_their_load_are_named(finished: tuple[LocalRun, LocalRun]) -> None:
+    log = finished[1].log("orchestrator-0")
+    for name in ("inference-0", "inference-1"):
+        assert f"{name} does not tell the use of its KV cache" in log
+    assert "stays at 16 where none tells" in log
 
 
 def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, LocalRun]) -> None:
@@ -110,12 +117,16 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
 
 
 def test_sampling_alone_records_batches_that_another_run_may_train(tmp_path: Path, tiny_model: Path) -> None:
-    run = LocalRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", SKILL)
+    run = LocalRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", "orchestrator.max_inflight=auto",
+                   "inference.engine_args={skill0: 0.5, token_s: 0.02, kv_tokens: 512}")  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
     assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
     manifest, samples = read_batch(run.root / "rollouts", 12)
     assert manifest.step == 12 and samples, "the base model is not too old for step 12"
+    told = [row for row in run.metrics if "concurrency/limit" in row]
+    assert "begins with 8 rollouts in flight; the KV caches hold [512] tokens" in run.log("orchestrator-0")
+    assert told and all(row["concurrency/limit"] >= 8 and 0 <= row["engines/kv_usage"] <= 1 for row in told)
     assert not list((run.root / "logs" / "attempt_1").glob("trainer*"))
 
 
