@@ -17,6 +17,8 @@ Route = Literal["completions", "generate"]
 PATHS = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
 DATA, DONE = b"data: ", b"[DONE]"
 PERCENTILES = (50, 90, 99)
+ANSWER_S = 900.0
+"""A server that takes longer for an answer has failed."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ async def offer(targets: Sequence[Target], shape: Shape, *, concurrency: int, re
             timings.append(await ask(http, target, shape, prompt))
 
     connector = aiohttp.TCPConnector(limit=concurrency)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(None)) as http:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(ANSWER_S)) as http:
         begin = time.perf_counter()
         async with asyncio.TaskGroup() as clients:
             for _ in range(concurrency):
@@ -127,7 +129,7 @@ async def ask(http: aiohttp.ClientSession, target: Target, shape: Shape, prompt:
                 return await _read_stream(reply, begin)
             answer = msgspec.json.decode(await reply.read())
             return Timing(len(answer["choices"][0]["token_ids"]), None, time.perf_counter() - begin)
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise InferenceFailure(f"{target.base_url} did not answer: {type(error).__name__} {error}") from error
 
 
