@@ -1,6 +1,7 @@
 """Updates in a row on real engines: in the end they are what an engine is that starts from the same weights."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import pytest
 
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.transport.messages import PolicyVersion
+from prime_hpc.transport.weights import read_manifest
 from tools.weights_rig import Load, Rig, rig, steps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
@@ -27,12 +29,22 @@ async def portrait(fleet: Fleet) -> list[Any]:
             for engine in fleet.engines]  # fmt: skip
 
 
+def assert_acknowledged(made: Rig, version: PolicyVersion) -> None:
+    """Every worker rank got the very tensors that the trainer announced."""
+    manifest = read_manifest(made.paths.weights_version(str(version)))
+    sent = (str(version), manifest.streamed or manifest.digest)
+    acks = [json.loads(path.read_bytes()) for path in made.paths.acks.glob("inference-*.rank*.json")]
+    assert [(ack["version"], ack["digest"]) for ack in acks] == [sent] * 2
+
+
 async def follow(made: Rig, updates: int) -> tuple[Load, list[Any]]:
     fleet = made.connect()
     await made.update(fleet, PolicyVersion(0, 0))
     with Load(fleet, made.roles["orchestrator-0"].secrets.token, PROMPT, **LONG) as load:
         for _ in range(updates):
-            times = await made.update(fleet, made.train(share=0.02))
+            version = made.train(share=0.02)
+            times = await made.update(fleet, version)
+            assert_acknowledged(made, version)
             assert times.canary is not None and times.canary < 1e-5
             assert [e.name for e in fleet.engines if e.serving] == ["inference-0", "inference-1"]
     return load, await portrait(fleet)
