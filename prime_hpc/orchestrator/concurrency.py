@@ -52,7 +52,7 @@ class Throttle:
 
     @property
     def limit(self) -> int:
-        return int(self._limit)
+        return round(self._limit)
 
     def restart(self, limit: float) -> None:
         """Go on from `limit`."""

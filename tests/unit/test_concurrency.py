@@ -101,18 +101,18 @@ def test_it_grows_no_faster_than_rollouts_end() -> None:
     throttle = Throttle(40, GROUP, 400)
     assert throttle.observe(Load(0.1, 40, 0, 0, 40, 0)) == "hold"
     assert throttle.observe(Load(0.1, 40, 0, 0, 40, 20)) == "grow"
-    assert throttle.limit == int(40 * GROWTH**0.5)
+    assert throttle.limit == round(40 * GROWTH**0.5)
     assert throttle.observe(Load(0.1, 44, 0, 0, 44, 400)) == "grow"
-    assert throttle.limit == int(40 * GROWTH**1.5)
+    assert throttle.limit == round(40 * GROWTH**1.5)
 
 
 def test_a_preemption_counts_at_once_and_once() -> None:
     throttle = Throttle(100, GROUP, 400)
     assert throttle.observe(Load(0.5, 90, 10, 1, 100, 1)) == "cut"
-    assert throttle.limit == int(TARGET * 100)
+    assert throttle.limit == round(TARGET * 100)
     assert throttle.observe(Load(1.0, 90, 10, 3, 100, 0)) == "hold", "the same rollouts are still there"
     assert throttle.observe(Load(0.9, 80, 0, 0, 90, 10)) == "hold", "they leave by ending"
-    assert throttle.limit == int(TARGET * 100)
+    assert throttle.limit == round(TARGET * 100)
     for _ in range(10):
         throttle.observe(Load(0.4, throttle.limit, 0, 0, throttle.limit, 7))
     assert throttle.limit < 1.1 * TARGET * 100, "and what it cost is remembered"
