@@ -182,12 +182,12 @@ class Orchestrator:
         self.journal.append(cut, durable=True)
         self.role.reach("batch.during")
         batch = replace(batch, journal_offset=self.journal.offset, lr=cut.lr)
+        self.ledger.note(batch.step, self.load.take_metrics())
         await self.shelf.put(batch)
         self.versions.shipped = batch.step
         self._give_up()
         await self.ledger.shipped(batch, self.lineages.current, self.scheduler.given_up)
         self.scheduler.given_up.clear()
-        self.ledger.note(batch.step, self.load.take_metrics())
         if not self.trains:
             self.versions.published = PolicyVersion(self.lineages.current, batch.step)
             await self.ledger.report(StepReport(step=batch.step, metrics={}))
