@@ -32,7 +32,8 @@ from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.messages import PolicyVersion
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-START_S = 240.0
+START_S = PATIENCE_S = 3600.0
+"""What the start of an engine and a request may take, so that a busy machine is no failure."""
 
 
 class Engines:
@@ -222,7 +223,7 @@ class Load:
             thread.join()
 
     def _ask(self, name: str, base_url: str, session: str) -> None:
-        with httpx.Client(base_url=base_url, headers=self._headers, timeout=60) as client:
+        with httpx.Client(base_url=base_url, headers=self._headers, timeout=PATIENCE_S) as client:
             for i in range(10**6):
                 if self._stop.is_set():
                     break

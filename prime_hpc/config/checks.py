@@ -9,6 +9,7 @@ import numpy as np
 
 from prime_hpc.config.algorithm import OPD, OPSD, AlgorithmConfig, CustomAlgorithm, Distillation
 from prime_hpc.config.curriculum import DifficultyPools
+from prime_hpc.config.engine_checks import find_argument_problems
 from prime_hpc.config.env import SamplingConfig, SourceConfig
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.json_files import read_json
@@ -26,14 +27,16 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    sampled = (_functions, _sources, _adapters, _sampling, _engines, _teachers, find_frozen_problems)
+    engines = (_engines, find_argument_problems)
+    sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
         "sft": (_sft,),
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
-        "serve": (_engines,),
+        "serve": engines,
         "bench": (_bench,),
+        "bench_inference": (*engines, _bench_inference),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
     checks = [_model, _scratch, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
@@ -137,7 +140,7 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
     if orchestrator.batch_size % orchestrator.group_size:
         yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
                             f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
-    if (orchestrator.max_inflight or orchestrator.group_size) < orchestrator.group_size:
+    if isinstance(orchestrator.max_inflight, int) and orchestrator.max_inflight < orchestrator.group_size:
         yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
                             f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
     if config.pause.max_s >= config.trainer.batch_timeout_s:
@@ -306,6 +309,17 @@ def _bench(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.bench.warmup", config.trainer.bench.warmup,
                             f"less than max_steps = {config.max_steps}, which counts warm-up steps too")  # fmt: skip
     yield from _rows(config)
+
+
+def _bench_inference(config: RunConfig) -> Iterator[ConfigProblem]:
+    bench = config.inference.bench
+    if bench.prompt_tokens + bench.reply_tokens > config.seq_len:
+        room = config.seq_len - bench.reply_tokens
+        expected = f"at most {room}, so that prompt and reply together fit into seq_len"
+        yield ConfigProblem("inference.bench.prompt_tokens", bench.prompt_tokens, expected)
+    if bench.shared_tokens > bench.prompt_tokens:
+        yield ConfigProblem("inference.bench.shared_tokens", bench.shared_tokens,
+                            f"at most inference.bench.prompt_tokens = {bench.prompt_tokens}")  # fmt: skip
 
 
 def source_name(source: SourceConfig) -> str:

@@ -1,9 +1,32 @@
 """Configuration of the inference fleet."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
+
+
+@dataclass(kw_only=True)
+class InferenceBench:
+    """The engines alone (`mode: bench_inference`) under a load of random prompts."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    concurrency: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 8, 32])
+    """Requests at once over all engines; each number is measured by itself, in this order."""
+    rounds: Positive = 4
+    """Requests are this many times those at once."""
+    prompt_tokens: Positive = 512
+    """Tokens of a prompt."""
+    shared_tokens: NonNegative = 0
+    """Tokens at the begin of a prompt that all prompts share, for the prefix cache."""
+    reply_tokens: Positive = 128
+    """Tokens of a reply."""
+    route: Literal["completions", "generate"] = "completions"
+    """completions: the streaming route of OpenAI's protocol. generate: the token-in route of training, which answers
+    once, so that there is no time of the first token."""
 
 
 @dataclass(kw_only=True)
@@ -29,3 +52,5 @@ class InferenceConfig:
     """Deadline for an engine to answer its health route."""
     stamps_kept: Positive = 65536
     """Finished requests whose version stamps an engine remembers."""
+    bench: InferenceBench = field(default_factory=InferenceBench)
+    """mode=bench_inference."""

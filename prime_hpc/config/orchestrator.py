@@ -29,8 +29,9 @@ class OrchestratorConfig:
     """Groups with a failed rollout: train compares the others, drop gives the group up."""
     max_lead: Positive = 1
     """Batches that may be shipped and not yet trained; sampling goes on meanwhile."""
-    max_inflight: Positive | None = None
-    """Rollouts that run at once; batch_size when left out."""
+    max_inflight: Positive | Literal["auto"] | None = None
+    """Rollouts that run at once; batch_size when left out. auto follows the engines: it begins with what their KV
+    caches hold, grows while they have room, and falls back when they preempt or queue requests."""
     drop_zero_advantage: bool = True
     """Leave tokens without advantage out of the policy gradient and its normaliser. Groups that have no others do not
     count in `batch_size`: more are sampled in their place."""
@@ -41,3 +42,8 @@ class OrchestratorConfig:
     """How batches reach the trainer: zmq or files."""
     progress_every_s: Seconds = 10.0
     """Seconds between progress lines."""
+
+    @property
+    def inflight(self) -> int:
+        """Rollouts that run at once, as far as is known before the engines are: a batch, where the number is theirs."""
+        return self.max_inflight if isinstance(self.max_inflight, int) else self.batch_size

@@ -42,7 +42,10 @@ def find_schema_problems(raw: dict[str, Any]) -> list[ConfigProblem]:
         by_key: dict[str, ConfigProblem] = {}
         for item in error.errors(include_url=False):
             problem = _problem(item)
-            by_key.setdefault(problem.key, problem)
+            first = by_key.setdefault(problem.key, problem)
+            if first is not problem and item["type"] == "literal_error":  # a word that stands for a number
+                expected = f"{first.expected}, or {problem.expected.removeprefix('one of ')}"
+                by_key[problem.key] = dataclasses.replace(first, expected=expected)
         return list(by_key.values())
     return []
 
@@ -90,7 +93,8 @@ def _descend(path: tuple[str | int, ...]) -> tuple[list[str | int], list[type]]:
 def _problem(item: Mapping[str, Any]) -> ConfigProblem:
     loc, kind, context = item["loc"], item["type"], item.get("ctx", {})
     loc = tuple(p for p in loc if isinstance(p, int) or not p.startswith(("function-", "constrained-", "[key]")))
-    if loc and loc[-1] in ("str", "int", "float", "constrained-str") and kind != "unexpected_keyword_argument":
+    scalar = bool(loc) and (loc[-1] in ("str", "int", "float", "constrained-str") or "literal[" in str(loc[-1]))
+    if scalar and kind != "unexpected_keyword_argument":
         loc = loc[:-1]  # the branch of a union
     keys, sections = _descend(loc)
     key = ".".join(str(p) for p in keys)

@@ -33,6 +33,7 @@ def components_of(config: RunConfig) -> list[str]:
         "sample": ("orchestrator", "inference"),
         "serve": ("inference",),
         "bench": ("trainer",),
+        "bench_inference": ("orchestrator", "inference"),
     }
     return [name for name in COMPONENTS if name in present[config.mode]]
 

@@ -3,12 +3,14 @@
 import json
 import os
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import VLLM_LORA_RANKS
 from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.inference import parsers
 from prime_hpc.inference.served import served
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 
@@ -23,7 +25,8 @@ KEY = "inference.vllm"
 def set_environment(role: Role) -> None:
     """Defaults for vLLM's environment variables; must run before vLLM is imported."""
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-                "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # fmt: skip
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+                "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # a grammar on tool calls is not the policy  # fmt: skip
     if role.plan.nodes == 1:
         defaults |= {"VLLM_HOST_IP": role.bind_host}
     if role.process.gpus:
@@ -59,7 +62,10 @@ def arguments(role: Role) -> dict[str, Any]:
         if role.config.trainer.router_replay:
             defaults["enable_return_routed_experts"] = True
         defaults |= _lora_arguments(role.config.lora)
-    return defaults | model.vllm
+    chosen = defaults | parsers.choose(Path(model.path), Path(model.tokenizer)) | model.vllm
+    if chosen.get("tool_call_parser"):
+        chosen.setdefault("enable_auto_tool_choice", True)
+    return chosen
 
 
 def _lora_arguments(lora: LoRAConfig) -> dict[str, Any]:

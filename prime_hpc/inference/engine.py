@@ -142,7 +142,8 @@ class PolicyEngine:
 
     async def _sample(self, request: GenerateRequest, request_id: str) -> Completion:
         tracker, token_ids, logprobs, finish, theirs, experts = SpanTracker(), [], [], None, None, None
-        salt = f"{self._version}:{request.cache_salt or ''}"  # no version reuses the KV blocks of another
+        # no version reuses the KV blocks of another, nor a run those of another run that lie on a disk of both
+        salt = f"{self._acks}:{self._version}:{request.cache_salt or ''}"
         self._reach("sampling.before")
         # nothing else may be awaited in this loop: `TokenEngine.pause` promises that tokens have been stamped
         async for piece in self._engine.generate(request, request_id, salt):

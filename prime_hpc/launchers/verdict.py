@@ -12,6 +12,8 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
     """Say how the run ended; returns the exit code for it."""
     match ending.kind:
         case "complete":
+            if paths.bench_table.exists():
+                view.say(paths.bench_table.read_text())
             view.say(f"complete; everything lies in {paths.root}")
             return 0
         case "drained":

@@ -70,7 +70,7 @@ def read_timings(paths: RunPaths, rows: list[Row]) -> Timings | None:
 def setting_of(config: RunConfig) -> Setting:
     """What the run was started with."""
     wanted = config.orchestrator
-    return Setting(wanted.batch_size, wanted.group_size, wanted.max_inflight or wanted.batch_size, wanted.max_staleness,
+    return Setting(wanted.batch_size, wanted.group_size, wanted.inflight, wanted.max_staleness,
                    wanted.max_lead)  # fmt: skip
 
 

@@ -3,11 +3,15 @@
 import asyncio
 
 from prime_hpc.cluster.role import Role, main
+from prime_hpc.orchestrator import bench
 from prime_hpc.orchestrator.loop import Orchestrator
 
 
 def run(role: Role) -> None:
     """Drive the run until it is complete."""
+    if role.config.mode == "bench_inference":
+        bench.run(role)
+        return
 
     async def orchestrate() -> None:
         await Orchestrator(role).run()

@@ -82,6 +82,10 @@ class Ledger:
         if times.canary is not None:
             self._update["update/canary"] = times.canary
 
+    def note(self, step: int, metrics: Metrics) -> None:
+        """More about batch `step`, whose row is not written yet."""
+        self._rows[step].update(metrics)
+
     def evaluated(self, step: int, metrics: Metrics) -> None:
         self._monitor.log(step, metrics)
 

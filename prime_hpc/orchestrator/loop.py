@@ -21,6 +21,7 @@ from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import BatchCut, Memory, RecordedBatch, open_journal
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.live import LiveControl
+from prime_hpc.orchestrator.load import LoadControl
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.tasks import TaskStream
@@ -65,6 +66,7 @@ class Orchestrator:
                 tasks.create_task(self.fleet.watch()),
                 tasks.create_task(self.frozen.watch()),
                 tasks.create_task(self.live.follow()),
+                tasks.create_task(self.load.follow()),
                 tasks.create_task(self.server.serve(self._answer)),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
@@ -100,6 +102,7 @@ class Orchestrator:
                                    self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
         self.live = LiveControl(self.role, self.scheduler, self.tasks)
+        self.load = LoadControl(self.role, self.fleet, self.scheduler, self.versions)
         self.role.rendezvous.publish("sampling")
 
     async def _ship_again(self, batches: Iterable[RecordedBatch]) -> None:
@@ -179,6 +182,7 @@ class Orchestrator:
         self.journal.append(cut, durable=True)
         self.role.reach("batch.during")
         batch = replace(batch, journal_offset=self.journal.offset, lr=cut.lr)
+        self.ledger.note(batch.step, self.load.take_metrics())
         await self.shelf.put(batch)
         self.versions.shipped = batch.step
         self._give_up()

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from prime_hpc.cluster.role import Role
+from prime_hpc.orchestrator.concurrency import Throttle
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import GroupOpened, GroupsDropped, Journal, JournalState, RolloutFinished
 from prime_hpc.orchestrator.runner import Runner
@@ -27,6 +28,10 @@ class Scheduler:
         self.given_up: dict[str, list[float]] = defaultdict(list)
         """Of every rollout that was given up since anybody looked, by reason, the seconds since its group began."""
         self.closed = self.paused = False
+        self.throttle = Throttle(settings.inflight, settings.group_size,
+                                 (settings.max_staleness + 1) * settings.batch_size)  # fmt: skip
+        self.completed = 0
+        """Rollouts that ended without a failure."""
         self.changed = asyncio.Condition()
         self._settings = settings
         self._runner, self._stream, self._versions, self._journal = runner, stream, versions, journal
@@ -36,6 +41,11 @@ class Scheduler:
     def inflight(self) -> int:
         """Rollouts that run now."""
         return sum(g.size - len(g.done) for g in self.open.values())
+
+    @property
+    def limit(self) -> int:
+        """Rollouts that may run at once."""
+        return self.throttle.limit if self._settings.max_inflight == "auto" else self._settings.inflight
 
     @property
     def ready_rollouts(self) -> int:
@@ -127,7 +137,7 @@ class Scheduler:
             and len(self._resting()) < len(self._stream.sources)
             and self._versions.lead < self._settings.max_lead + 1
             and self.ready_rollouts < self._settings.batch_size
-            and self.inflight + size <= (self._settings.max_inflight or self._settings.batch_size)
+            and self.inflight + size <= self.limit
             and ahead <= (self._settings.max_staleness + 1 - self._versions.lead) * self._settings.batch_size
         )
 
@@ -168,5 +178,6 @@ class Scheduler:
     async def _run_rollout(self, group: Group, rollout_id: str) -> None:
         done = await self._runner.run(rollout_id, group.source, group.task_index, group.version)
         group.done.append(done)
+        self.completed += done.rollout.failure is None
         self._journal.append(RolloutFinished(group_id=group.group_id, done=done))
         await self.notify()

@@ -84,6 +84,8 @@ def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]
     if config.mode in ("rl", "sample"):
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
         yield from _environments(config)
+    if config.mode == "bench_inference":
+        yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
     if "inference" in components_of(config):
         yield from _inference(config, placement)
     if "trainer" in components_of(config):

@@ -117,7 +117,7 @@ def sample_seconds(config: RunConfig, hf_config: HFConfig, workload: Workload, d
     replicas, rollouts = config.inference.replicas, config.orchestrator.batch_size
     cache = engine_memory(config, hf_config, gpus=gpus, device=device).gpu["KV cache"]
     fits = max(1, int(cached_tokens(config, hf_config, cache, gpus) / workload.tokens))
-    running = min(ceil((config.orchestrator.max_inflight or rollouts) / replicas), fits)
+    running = min(ceil(config.orchestrator.inflight / replicas), fits)
     bytes_read = engine_weights(config, hf_config, gpus) * gpus
     bytes_read += running * (workload.prompt + workload.completion / 2) * spec.kv_bytes_per_token(hf_config, 2)
     decode_s = DECODE_S + bytes_read / (device.bandwidth * BANDWIDTH_SHARE * gpus)

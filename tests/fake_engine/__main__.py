@@ -4,16 +4,18 @@ import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from prime_hpc.cluster.role import Role, main
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.inference import server
+from prime_hpc.inference.protocol import GenerateRequest
 from prime_hpc.inference.routes import answering
 from prime_hpc.inference.served import served
 from tests.fake_engine.engine import FakeEngine, Fault, losing_stamps
@@ -51,7 +53,7 @@ async def start(role: Role, options: FakeOptions) -> AsyncIterator[tuple[FakeEng
 
 
 def application(engine: FakeEngine, model: str) -> Starlette:
-    """Health, version, metrics, models, scores of a prompt, and `POST /fake/fault`."""
+    """Health, version, metrics, models, completions and scores of a prompt, and `POST /fake/fault`."""
 
     async def health(request: Request) -> PlainTextResponse:
         return PlainTextResponse("")
@@ -63,8 +65,23 @@ def application(engine: FakeEngine, model: str) -> Starlette:
         card = {"id": model, "object": "model", "max_model_len": engine.max_model_len}
         return JSONResponse({"object": "list", "data": [card]})
 
+    async def complete(request: Request) -> Response:
+        """A stream of tokens, or a prompt's log-probabilities, as vLLM gives them."""
+        body = msgspec.json.decode(await request.body())
+        if body.get("stream"):
+            return StreamingResponse(events(body), media_type="text/event-stream")
+        return await answering(score)(request)
+
+    async def events(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        asked = GenerateRequest(token_ids=body["prompt"], sampling_params={"max_tokens": body["max_tokens"]})
+        tokens = 0
+        async for piece in engine.generate(asked, "", ""):
+            tokens += len(piece.token_ids)
+            yield b"data: " + msgspec.json.encode({"choices": [{"text": "a"}]}) + b"\n\n"
+        yield b"data: " + msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}}) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
     async def score(request: Request) -> bytes:
-        """A prompt's log-probabilities as vLLM gives them."""
         prompt = msgspec.json.decode(await request.body())["prompt"]
         if len(prompt) >= engine.max_model_len:
             raise ValueError(f"{len(prompt)} tokens leave no room for one more")
@@ -76,9 +93,12 @@ def application(engine: FakeEngine, model: str) -> Starlette:
         engine.faults.arm(asked)
         return asked
 
-    plain = {"/health": health, "/metrics": health, "/version": version, "/v1/models": models}
+    async def metrics(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(engine.cache.tell())
+
+    plain = {"/health": health, "/metrics": metrics, "/version": version, "/v1/models": models}
     return Starlette(routes=[*(Route(path, handler) for path, handler in plain.items()),
-                             Route("/v1/completions", answering(score), methods=["POST"]),
+                             Route("/v1/completions", complete, methods=["POST"]),
                              Route("/fake/fault", answering(fault), methods=["POST"])])  # fmt: skip
 
 

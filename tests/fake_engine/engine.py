@@ -19,6 +19,7 @@ from prime_hpc.inference.receive import answers_errors
 from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import Stamp
+from tests.fake_engine.cache import Cache
 from tests.fake_engine.policy import FakeOptions, Policy
 from tests.fake_engine.weights import FakeWeights
 
@@ -61,6 +62,7 @@ class FakeEngine:
     def __init__(self, policy: Policy, options: FakeOptions, *, max_model_len: int, seed: int):
         self.max_model_len = max_model_len
         self.faults = Faults(options.faults)
+        self.cache = Cache(options.kv_tokens)
         self._policy = policy
         self._weights = FakeWeights(policy.model)
         self._token_s = options.token_s
@@ -77,12 +79,14 @@ class FakeEngine:
         rng = self._generator(request.token_ids)
         reply = self._policy.reply(request.token_ids, self._step, rng)
         finish = "stop" if len(reply) <= limit else "length"
-        for i, token in enumerate(reply[:limit], start=1):
-            await asyncio.sleep(token_s)
-            await self._running.wait()
-            last = i == min(limit, len(reply))
-            experts = self._route(request, i, rng) if last and self._routing else None
-            yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts)
+        async with self.cache.place(len(request.token_ids)) as place:
+            for i, token in enumerate(reply[:limit], start=1):
+                await asyncio.sleep(token_s)
+                await self._running.wait()
+                await self.cache.grow(place)
+                last = i == min(limit, len(reply))
+                experts = self._route(request, i, rng) if last and self._routing else None
+                yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts)
 
     def score_prompt(self, prompt: list[int]) -> list[tuple[int, float]]:
         """Every token with a log-probability that depends on it and its place alone."""

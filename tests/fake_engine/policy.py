@@ -16,12 +16,14 @@ class FakeOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`inference.engine_args` of the fake engine. A reply is right with probability skill0 + skill_per_version * step.
 
     `token_s` are seconds a token; `faults` maps a kind of fault to how many requests it strikes from the start.
-    `routing` (layers, experts, top_k) makes up the experts of every token, as an engine records them.
+    `kv_tokens` is the size of its KV cache, of which it tells nothing where that is 0. `routing`
+    (layers, experts, top_k) makes up the experts of every token, as an engine records them.
     """
 
     skill0: float = 0.2
     skill_per_version: float = 0.05
     token_s: float = 0.0
+    kv_tokens: int = 0
     faults: dict[str, int] = {}
     routing: tuple[int, int, int] | None = None
 

@@ -49,10 +49,12 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     return root, {version: model.cuda().eval() for version, model in models.items()}
 
 
-@pytest.fixture(scope="module")
-def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+@pytest.fixture(scope="module", params=[{}, {"kv_offloading_size": 1}], ids=["plain", "kv_offload"])
+def server(
+    policies: Policies, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[EngineProcess]:
     config = RunConfig(seq_len=2048, model=ModelConfig(path=str(policies[0] / "base")),
-                       inference=InferenceConfig(start_timeout_s=300, vllm=VLLM))  # fmt: skip
+                       inference=InferenceConfig(start_timeout_s=300, vllm=VLLM | request.param))  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIME_HPC_HOME", str(tmp_path_factory.mktemp("home")))
         engine = EngineProcess(tmp_path_factory.mktemp("vllm") / "run", config, gpus=[0]).__enter__()

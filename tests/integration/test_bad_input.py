@@ -52,8 +52,8 @@ CASES = {
     "choices": (
         ["+experiment=reverse_txt", "launcher=locall", "loss=defalt", "model=qwen", "inference=vllm"],
         [
-            "experiment = 'reverse_txt': expected one of bench_trainer, glm5_swe, reverse_text, reverse_text_cpu, "
-            "reverse_text_sft, reverse_text_sft_cpu; did you mean 'reverse_text'?",
+            "experiment = 'reverse_txt': expected one of bench_inference, bench_trainer, glm5_swe, reverse_text, "
+            "reverse_text_cpu, reverse_text_sft, reverse_text_sft_cpu; did you mean 'reverse_text'?",
             "launcher = 'locall': expected one of dry_run, local, slurm_hetjob, slurm_linked, slurm_single; "
             "did you mean 'local'?",
             "loss = 'defalt': expected one of aipo, cispo, custom, dapo, default, dr_grpo, grpo, gspo, icepop, ipo, "

@@ -22,6 +22,7 @@ from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigurationError
+from prime_hpc.inference import arguments, parsers
 from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import checksum
@@ -288,13 +289,24 @@ def test_renderers_client_understands_the_answers(restored: EngineProcess, model
 
 
 def test_unknown_arguments_of_vllm_are_named_together() -> None:
-    from prime_hpc.inference.arguments import parse
-
     with pytest.raises(ConfigurationError) as caught:
-        parse({"model": "m", "max_model_length": 4, "tensor_parallel": 2})
+        arguments.parse({"model": "m", "max_model_length": 4, "tensor_parallel": 2})
     assert [(p.key, p.nearest) for p in caught.value.problems] == [
         ("inference.vllm.max_model_length", "max_model_len"),
         ("inference.vllm.tensor_parallel", "tensor_parallel_size"),
     ]
     with pytest.raises(ConfigurationError, match="max-model-len"):
-        parse({"model": "m", "max_model_len": "long"})
+        arguments.parse({"model": "m", "max_model_len": "long"})
+
+
+def test_vllm_knows_every_parser_that_is_chosen() -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    assert {f.parser for f in parsers.TOOL_CALLS} <= set(ToolParserManager.list_registered())
+    assert {f.parser for f in parsers.REASONING} - {None} <= set(ReasoningParserManager.list_registered())
+    args = arguments.parse({"model": "m", "tool_call_parser": "hermes", "enable_auto_tool_choice": True,
+                            "kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+                            "kv_offloading_size": 2.5})  # fmt: skip
+    assert (args.tool_call_parser, args.enable_auto_tool_choice, args.kv_offloading_size) == ("hermes", True, 2.5)
+    assert args.kv_transfer_config.kv_connector == "OffloadingConnector"

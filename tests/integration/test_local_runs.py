@@ -26,7 +26,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
                  "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
     first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
     second = LocalRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
-                      "inference.replicas=2", "monitor.wandb=offline", f"cluster.scratch={output}")  # fmt: skip
+                      "inference.replicas=2", "monitor.wandb=offline", f"cluster.scratch={output}",
+                      "orchestrator.max_inflight=auto")  # fmt: skip
     for run in (first, second):
         code, text = run.wait()
         assert code == 0, text
@@ -57,6 +58,12 @@ def test_processes_of_a_node_load_one_copy_of_the_model(finished: tuple[LocalRun
     for process in ("trainer-0", "inference-0", "inference-1"):
         assert f"loads its model from {staged}" in finished[1].log(process)
     assert "loads its model from" not in finished[1].log("orchestrator-0") + finished[0].log("trainer-0")
+
+def test_engines_that_tell_nothing_of_their_load_are_named(finished: tuple[LocalRun, LocalRun]) -> None:
+    log = finished[1].log("orchestrator-0")
+    for name in ("inference-0", "inference-1"):
+        assert f"{name} does not tell the use of its KV cache" in log
+    assert "stays at 16 where none tells" in log
 
 
 def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, LocalRun]) -> None:
@@ -119,13 +126,17 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
 
 def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path: Path, tiny_model: Path) -> None:
     lost = Fault(process="inference-0", point="sampling.during", action="SIGKILL", count=40)
-    run = ForkedRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", SKILL, faults=[lost])
+    run = ForkedRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", "orchestrator.max_inflight=auto",
+                    "inference.engine_args={skill0: 0.5, token_s: 0.02, kv_tokens: 512}", faults=[lost])  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
     assert "inference-0 left the rotation" in run.log("orchestrator-0")
     assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
     manifest, samples = read_batch(run.root / "rollouts", 12)
     assert manifest.step == 12 and samples, "the base model is not too old for step 12"
+    told = [row for row in run.metrics if "concurrency/limit" in row]
+    assert "begins with 8 rollouts in flight; the KV caches hold [512] tokens" in run.log("orchestrator-0")
+    assert told and all(row["concurrency/limit"] >= 8 and 0 <= row["engines/kv_usage"] <= 1 for row in told)
     assert not list((run.root / "logs" / "attempt_1").glob("trainer*"))
 
     trained = ForkedRun(tmp_path, tiny_model, "trained", "mode=replay", "max_steps=12",

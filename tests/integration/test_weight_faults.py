@@ -4,7 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,13 +17,14 @@ from prime_hpc.cluster.role import RESTART_VARIABLE
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.trainer import weights_sender
 from tests.integration.test_weight_updates import FAKE, arm, checksums, expected, serving
-from tools.weights_rig import Rig, rig
+from tools.weights_rig import START_S, Rig, rig
 
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 BOTH = ["inference-0", "inference-1"]
 PHASES = ["before", "during", "after"]
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 600) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -37,10 +40,16 @@ async def assert_whole(made: Rig, fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    "transport", ["nccl", *(pytest.param(t, marks=pytest.mark.slow) for t in ("filesystem", "delta"))]
+    ("transport", "inference"),
+    [
+        ("nccl", FAKE),
+        pytest.param("filesystem", FAKE, marks=pytest.mark.slow),
+        pytest.param("delta", FAKE, marks=pytest.mark.slow),
+        pytest.param("nccl", {}, marks=[pytest.mark.slow, NEEDS_VLLM], id="nccl-vllm"),
+    ],
 )
 def test_an_engine_killed_in_any_phase_of_an_update_comes_back(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, transport: str, inference: dict[str, Any]
 ) -> None:
     faults = [Fault(process="inference-1", point=f"update.{phase}", action="SIGKILL", count=2, restart=restart)
               for restart, phase in enumerate(PHASES)]  # fmt: skip
@@ -56,11 +65,12 @@ def test_an_engine_killed_in_any_phase_of_an_update_comes_back(
                 assert "inference-0" in serving(fleet)
             monkeypatch.setenv(RESTART_VARIABLE, str(restart))
             made.engines.start("inference-1")
-            await asyncio.to_thread(made.roles["orchestrator-0"].rendezvous.wait, "inference-1", "base_url", 60)
+            await asyncio.to_thread(made.roles["orchestrator-0"].rendezvous.wait, "inference-1", "base_url", START_S)
         await assert_whole(made, fleet)
         watching.cancel()
 
-    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport=transport, full_every=50, stall_s=5) as made:
+    patience = {"stall_s": 5} if inference else {"stall_s": 60, "timeout_s": 600}
+    with rig(tmp_path / "run", tiny_model, inference=inference, transport=transport, full_every=50, **patience) as made:
         asyncio.run(follow(made))
 
 

@@ -88,6 +88,8 @@ def test_a_section_without_its_variant_lists_them():
         ({"run": {"name": "a b"}}, "text that matches ^[A-Za-z0-9][A-Za-z0-9._+-]*$"),
         ({"env": {"train": {}}}, "a list"),
         ({"orchestrator": 3}, "a mapping"),
+        ({"orchestrator": {"max_inflight": "many"}}, "a whole number, or auto"),
+        ({"orchestrator": {"max_inflight": 0}}, "at least 1, or auto"),
         ({"env": {"train": [{}]}}, "a value, it has no default"),
     ],
 )
