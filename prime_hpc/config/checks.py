@@ -10,6 +10,7 @@ import numpy as np
 from prime_hpc.config.algorithm import OPD, OPSD, AlgorithmConfig, CustomAlgorithm, Distillation
 from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.fleet_checks import find_fleet_problems
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.json_files import read_json
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
@@ -26,13 +27,22 @@ ADDRESS_ARGUMENTS = ("host", "port", "uds")
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    sampled = (_functions, _sources, _adapters, _sampling, _engines, _teachers, find_frozen_problems)
+    sampled = (
+        _functions,
+        _sources,
+        _adapters,
+        _sampling,
+        _engines,
+        _teachers,
+        find_frozen_problems,
+        find_fleet_problems,
+    )
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
         "sft": (_sft,),
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
-        "serve": (_engines,),
+        "serve": (_engines, find_fleet_problems),
         "bench": (_bench,),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()

@@ -186,6 +186,8 @@ class Supervisor:
                 self._events.add("drain", request.why)
                 self._view.say(f"draining, as {request.by} asked: {request.why}")
                 (self._paths.rendezvous / DRAIN_MARK).touch()
+                if self._config.mode == "serve":  # nothing is to be saved
+                    (self._paths.rendezvous / COMPLETE_MARK).touch()
             return None
         state = next((s for s in self._states if s.unit.name == request.unit and s.running), None)
         if state is None:

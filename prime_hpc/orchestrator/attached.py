@@ -1,0 +1,109 @@
+"""Engines of another run: what they must be before this run uses them, and the claim on them while it does."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from prime_hpc.cluster.role import Role
+from prime_hpc.config.fleet_checks import KEY
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.models.fingerprint import fingerprint
+
+CLAIM_S = 60.0
+"""A claim that is not renewed ends after this."""
+RENEW_S = 10.0
+ANSWER_S = 10.0
+"""An engine that answers no claim within this time is passed over; what it samples is judged elsewhere."""
+REFUSED, IN_USE = 401, 409
+
+
+class Addressed(Protocol):
+    """An engine as far as it is asked here."""
+
+    name: str
+    base_url: str
+
+
+class Attachment:
+    """The claim of this run on engines that outlive it; with engines of its own, nothing happens here."""
+
+    def __init__(self, role: Role, http: httpx.AsyncClient):
+        self._config, self._http = role.config, http
+        self._model = Path(role.config.model.path)
+        self._renewed = 0.0
+        self.holder = str(role.paths.root) if role.config.inference.attach.on else ""
+        """The name of the claim."""
+
+    async def check(self, engines: Sequence[Addressed]) -> None:
+        """Claim all `engines`.
+
+        Raises:
+            ConfigurationError: a problem for each engine that does not answer, refuses the token, is used otherwise, or
+                serves another model, another version or shorter sequences than this run needs.
+        """
+        if not self.holder:
+            return
+        expected = fingerprint(self._model)
+        found = await asyncio.gather(*(self._check(engine, expected) for engine in engines))
+        problems = [problem for problem in found if problem]
+        if problems:
+            await self.release(engines)
+            raise ConfigurationError(problems)
+        self._renewed = time.monotonic()
+
+    async def renew(self, engines: Sequence[Addressed]) -> None:
+        """Keep the claim. An engine that has been claimed by another refuses this run's weights from then on."""
+        if self.holder and time.monotonic() - self._renewed > RENEW_S:
+            self._renewed = time.monotonic()
+            await self._claim_all(engines, CLAIM_S)
+
+    async def release(self, engines: Sequence[Addressed]) -> None:
+        """Give the claim back."""
+        if self.holder:
+            await self._claim_all(engines, 0.0)
+
+    async def _claim_all(self, engines: Sequence[Addressed], seconds: float) -> None:
+        await asyncio.gather(*(_answer(self._claim(engine, seconds)) for engine in engines))
+
+    def _claim(self, engine: Addressed, seconds: float) -> Awaitable[httpx.Response]:
+        body = {"holder": self.holder, "seconds": seconds, "exclusive": self._config.mode == "rl"}
+        return self._http.post(f"{engine.base_url}/prime_hpc/claim", json=body, timeout=ANSWER_S)
+
+    async def _check(self, engine: Addressed, model: str) -> ConfigProblem | None:
+        reply = await _answer(self._claim(engine, CLAIM_S))
+        where = f"{engine.name} at {engine.base_url}"
+        if isinstance(reply, httpx.HTTPError):
+            return ConfigProblem(KEY, where, f"an engine that answers, not {type(reply).__name__} {reply}")
+        if reply.status_code == REFUSED:
+            return ConfigProblem(KEY, where, "the token of these engines: with `urls`, the one in `token_file`")
+        if reply.status_code == IN_USE:
+            return ConfigProblem(KEY, where, f"an engine that is free; {reply.json()['error']}")
+        if reply.status_code != httpx.codes.OK:
+            return ConfigProblem(KEY, where, f"an engine of this product; it answered {reply.status_code}")
+        return self._compare(where, reply.json(), model)
+
+    def _compare(self, where: str, state: dict[str, Any], model: str) -> ConfigProblem | None:
+        """What is wrong with an engine's state; a run that trains brings weights of its own."""
+        if state["fingerprint"] != model:
+            return ConfigProblem(KEY, where, f"an engine that was started with the model in {self._model}")
+        if state["model"] != self._config.model.served_name:
+            return ConfigProblem(
+                "model.served_name", self._config.model.served_name, f"{state['model']}, as {where} has"
+            )
+        if state["max_model_len"] < self._config.seq_len:
+            return ConfigProblem("seq_len", self._config.seq_len, f"at most {state['max_model_len']}, as {where} has")
+        version = self._config.inference.attach.version
+        if self._config.mode != "rl" and state["version"] != version:
+            return ConfigProblem(f"{KEY}.version", version, f"{state['version']}, which {where} serves; or a new fleet")
+        return None
+
+
+async def _answer(request: Awaitable[httpx.Response]) -> httpx.Response | httpx.HTTPError:
+    try:
+        return await request
+    except httpx.HTTPError as error:
+        return error
