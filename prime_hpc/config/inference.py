@@ -39,7 +39,7 @@ class InferenceConfig:
     """Independent engines."""
     gpus_per_replica: NonNegative | None = None
     """GPUs of one engine; by default tensor x pipeline x data parallel size of `vllm` where there are GPUs, else 0.
-    A dry run for Slurm may plan an engine on several whole nodes."""
+    Under Slurm an engine that needs more than one node has is spread over several whole ones."""
     engine: str = "prime_hpc.inference"
     """Module of the engine process (`python -m ENGINE PLAN --process NAME`); any other speaks the same protocol."""
     engine_args: dict[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from prime_hpc import errors
-from prime_hpc.cluster.files import read_json
+from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.errors import CorruptData, InferenceFailure, InfrastructureFailure, PrimeHPCError
 from prime_hpc.inference.claims import Claims
 from prime_hpc.inference.host_copy import HostCopy
@@ -297,6 +297,7 @@ class PolicyEngine:
         Raises:
             CorruptData: a rank did not acknowledge this version, or loaded other data than the rest.
         """
+        list_fresh(self._acks)  # ranks on other nodes write there too
         paths = [self._acks / f"{self._process}.rank{rank}.json" for rank in range(self._engine.workers)]
         records = [read_json(path) for path in paths]
         late = [rank for rank, record in enumerate(records) if not record or record["version"] != version]

@@ -1,6 +1,7 @@
 """An engine that speaks the protocol of the real one, without a model: starts in a second and fails on demand."""
 
 import functools
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from prime_hpc.cluster.role import Role, main
@@ -51,7 +52,7 @@ async def start(role: Role, options: FakeOptions) -> AsyncIterator[tuple[FakeEng
 
 
 def application(engine: FakeEngine, model: str) -> Starlette:
-    """Health, version, metrics, models, scores of a prompt, and `POST /fake/fault`."""
+    """Health, version, metrics, models, a chat, scores of a prompt, and `POST /fake/fault`."""
 
     async def health(request: Request) -> PlainTextResponse:
         return PlainTextResponse("")
@@ -62,6 +63,14 @@ def application(engine: FakeEngine, model: str) -> Starlette:
     async def models(request: Request) -> JSONResponse:
         card = {"id": model, "object": "model", "max_model_len": engine.max_model_len}
         return JSONResponse({"object": "list", "data": [card]})
+
+    async def chat(request: Request) -> StreamingResponse:
+        """The last message reversed, a letter at a time."""
+        said = msgspec.json.decode(await request.body())["messages"][-1]["content"]
+        events = [json.dumps({"choices": [{"delta": {"content": letter}}]}) for letter in said[::-1]]
+        return StreamingResponse(
+            (f"data: {event}\n\n" for event in [*events, "[DONE]"]), media_type="text/event-stream"
+        )
 
     async def score(request: Request) -> bytes:
         """A prompt's log-probabilities as vLLM gives them."""
@@ -78,6 +87,7 @@ def application(engine: FakeEngine, model: str) -> Starlette:
 
     plain = {"/health": health, "/metrics": health, "/version": version, "/v1/models": models}
     return Starlette(routes=[*(Route(path, handler) for path, handler in plain.items()),
+                             Route("/v1/chat/completions", chat, methods=["POST"]),
                              Route("/v1/completions", answering(score), methods=["POST"]),
                              Route("/fake/fault", answering(fault), methods=["POST"])])  # fmt: skip
 

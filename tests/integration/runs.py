@@ -79,16 +79,16 @@ class RunDirectory:
 
 
 class LocalRun(RunDirectory):
-    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, as a subprocess.
+    """A run of `+experiment=reverse_text_cpu launcher=local`, or another one, with a few overrides, as a subprocess.
 
     Its processes are forked where `launcher` is `tools.forked`, which spares time where many are started again.
     """
 
     def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = (),
-                 launcher: str = "prime_hpc.launch"):  # fmt: skip
+                 launcher: str = "prime_hpc.launch", experiment: str = "reverse_text_cpu"):  # fmt: skip
         super().__init__(output_dir / name)
         env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-        command = [sys.executable, "-m", launcher, "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+        command = [sys.executable, "-m", launcher, f"+experiment={experiment}", "launcher=local", *TINY,
                    f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
         self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
