@@ -88,8 +88,8 @@ def attach(model: Path, replies: list[httpx.Response], *arguments: str) -> tuple
     return asyncio.run(check()), claims
 
 
-def engine_state(model: Path, **facts: Any) -> httpx.Response:
-    usual = {"fingerprint": fingerprint(model), "model": "policy", "max_model_len": 64, "version": "0.0"}
+def engine_state(directory: Path, **facts: Any) -> httpx.Response:
+    usual = {"fingerprint": fingerprint(directory), "model": "policy", "max_model_len": 64, "version": "0.0"}
     return httpx.Response(200, json=usual | facts)
 
 

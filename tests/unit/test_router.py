@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
@@ -103,7 +103,12 @@ def route(engines: dict[str, Engine], ask: Callable[[httpx.AsyncClient, Pool], A
 
 def answers(request: httpx.Request) -> httpx.Response:
     said = f"{request.url.host} {request.url.raw_path.decode()} {request.content.decode()}"
-    return httpx.Response(201, text=said, headers={"X-Kept": request.headers.get("x-given", "")})
+    return httpx.Response(201, content=pieces(said), headers={"X-Kept": request.headers.get("x-given", "")})
+
+
+async def pieces(text: str) -> AsyncIterator[bytes]:
+    for letter in text:
+        yield letter.encode()
 
 
 def breaks(request: httpx.Request) -> httpx.Response:
