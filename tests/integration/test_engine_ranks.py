@@ -1,5 +1,6 @@
 """Real vLLM engines of two ranks, on one node and on two: each takes new weights, acknowledges and serves them."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prime_hpc.cluster.files import read_json
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
@@ -15,12 +17,14 @@ from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import seal
 from tests.fake_engine.process import EngineProcess
+from tools.weights_rig import rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 PROMPT = [1, 9, 4, 17, 22, 2]
 TENSOR, DATA = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}
 KINDS = {"tensor": (TENSOR, 1), "data": (DATA, 1), "tensor on two nodes": (TENSOR, 2), "data on two nodes": (DATA, 2)}
+ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 V1 = PolicyVersion(0, 1)
 
 
@@ -31,9 +35,28 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EnginePro
     parallel, nodes = KINDS[request.param]
     config = RunConfig(seq_len=64, model=ModelConfig(path=str(tmp_path / "base")),
                        inference=InferenceConfig(start_timeout_s=1200, vllm=parallel))  # fmt: skip
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with EngineProcess(tmp_path / "run", config, env=env, nodes=nodes) as process:
+    with EngineProcess(tmp_path / "run", config, env=ENV, nodes=nodes) as process:
         yield process
+
+
+@pytest.mark.parametrize("parallel", [TENSOR, DATA], ids=["tensor", "data"])
+def test_streamed_weights_reach_every_rank(
+    tmp_path: Path, tiny_model: Path, parallel: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    inference = {"vllm": parallel, "start_timeout_s": 1200}
+    with rig(tmp_path / "run", tiny_model, replicas=1, inference=inference, transport="nccl", timeout_s=600) as made:
+
+        async def follow() -> None:
+            fleet = made.connect()
+            await made.update(fleet, PolicyVersion(0, 0))
+            await made.update(fleet, made.train(share=0.5))
+
+        asyncio.run(follow())
+        acks = [read_json(made.paths.acks / f"inference-0.rank{rank}.json") for rank in range(2)]
+    assert [ack["version"] for ack in acks] == [str(V1)] * 2
+    assert acks[0]["digest"] == acks[1]["digest"]
 
 
 def greedy(model: torch.nn.Module, n: int) -> list[int]:
