@@ -121,9 +121,8 @@ class Rig:
         """The orchestrator's fleet, over engines that are up."""
         role = self.roles["orchestrator-0"]
         directory = directory_of(role)
-        return Fleet(
-            role, [Engine(name, url, serving=True) for name, url in directory.wait(START_S).items()], directory
-        )
+        addresses = directory.wait(role.config.inference.start_timeout_s)
+        return Fleet(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The trainer's weights in Hugging Face names."""

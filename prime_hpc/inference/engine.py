@@ -253,10 +253,8 @@ class PolicyEngine:
         self._reach("update.before")
         call, directory = self._engine.call_workers, Path(request.path)
         if request.link:
-            workers = str(self._engine.workers)
-            _raise_first(
-                await call("prime_hpc_join", request.path, request.version, self._process, request.link, workers)
-            )
+            whose = (self._process, request.link, str(self._engine.workers))
+            _raise_first(await call("prime_hpc_join", request.path, request.version, *whose))
         else:
             if self._host_copy and read_manifest(directory).delta:
                 directory = await asyncio.to_thread(self._host_copy.bring, directory)

@@ -1,7 +1,6 @@
 """Engines of another run: what they must be before this run uses them, and the claim on them while it does."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,12 +33,12 @@ class Attachment:
     def __init__(self, role: Role, http: httpx.AsyncClient):
         self._config, self._http = role.config, http
         self._model = Path(role.config.model.path)
-        self._renewed = 0.0
         self.holder = str(role.paths.root) if role.config.inference.attach.on else ""
         """The name of the claim."""
+        self._keeping: asyncio.Task[None] | None = None
 
-    async def check(self, engines: Sequence[Addressed]) -> None:
-        """Claim all `engines`.
+    async def claim(self, engines: Sequence[Addressed]) -> None:
+        """Claim all `engines` until `release`, also those that `engines` comes to hold later.
 
         Raises:
             ConfigurationError: a problem for each engine that does not answer, refuses the token, is used otherwise, or
@@ -53,18 +52,20 @@ class Attachment:
         if problems:
             await self.release(engines)
             raise ConfigurationError(problems)
-        self._renewed = time.monotonic()
-
-    async def renew(self, engines: Sequence[Addressed]) -> None:
-        """Keep the claim. An engine that has been claimed by another refuses this run's weights from then on."""
-        if self.holder and time.monotonic() - self._renewed > RENEW_S:
-            self._renewed = time.monotonic()
-            await self._claim_all(engines, CLAIM_S)
+        self._keeping = asyncio.create_task(self._keep(engines))
 
     async def release(self, engines: Sequence[Addressed]) -> None:
         """Give the claim back."""
+        if self._keeping:
+            self._keeping.cancel()
         if self.holder:
             await self._claim_all(engines, 0.0)
+
+    async def _keep(self, engines: Sequence[Addressed]) -> None:
+        """Renew the claim until cancelled. An engine that another has claimed since refuses this run's weights."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._claim_all(engines, CLAIM_S)
 
     async def _claim_all(self, engines: Sequence[Addressed], seconds: float) -> None:
         await asyncio.gather(*(_answer(self._claim(engine, seconds)) for engine in engines))
@@ -90,15 +91,16 @@ class Attachment:
         """What is wrong with an engine's state; a run that trains brings weights of its own."""
         if state["fingerprint"] != model:
             return ConfigProblem(KEY, where, f"an engine that was started with the model in {self._model}")
-        if state["model"] != self._config.model.served_name:
+        name, length = self._config.model.served_name, self._config.seq_len
+        if state["model"] != name:
+            return ConfigProblem("model.served_name", name, f"{state['model']}, as {where} has")
+        if state["max_model_len"] < length:
+            return ConfigProblem("seq_len", length, f"at most {state['max_model_len']}, as {where} has")
+        expected = self._config.inference.attach.version
+        if self._config.mode != "rl" and state["version"] != expected:
             return ConfigProblem(
-                "model.served_name", self._config.model.served_name, f"{state['model']}, as {where} has"
+                f"{KEY}.version", expected, f"{state['version']}, which {where} serves; or a new fleet"
             )
-        if state["max_model_len"] < self._config.seq_len:
-            return ConfigProblem("seq_len", self._config.seq_len, f"at most {state['max_model_len']}, as {where} has")
-        version = self._config.inference.attach.version
-        if self._config.mode != "rl" and state["version"] != version:
-            return ConfigProblem(f"{KEY}.version", version, f"{state['version']}, which {where} serves; or a new fleet")
         return None
 
 

@@ -96,7 +96,7 @@ class Fleet:
         with role.heart.waiting("the engines' addresses", "inference-0", timeout_s):
             addresses = await asyncio.to_thread(directory.wait, timeout_s)
         fleet = cls(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory)
-        await fleet._attachment.check(fleet.engines)
+        await fleet._attachment.claim(fleet.engines)
         return fleet
 
     async def pick(self) -> Engine:
@@ -137,7 +137,6 @@ class Fleet:
             await asyncio.sleep(WATCH_S)
             for name, base_url in (await asyncio.to_thread(self._directory.look)).items():
                 self._follow(name, base_url)
-            await self._attachment.renew(self.engines)
             async with self._updating:
                 await asyncio.gather(*(self._take_in(e) for e in self.engines if not e.serving))
 

@@ -80,7 +80,7 @@ def attach(model: Path, replies: list[httpx.Response], *arguments: str) -> tuple
         http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         attachment = Attachment(SimpleNamespace(config=config, paths=SimpleNamespace(root=Path("/runs/mine"))), http)
         try:
-            await attachment.check([Engine(f"inference-{i}", f"http://e{i}") for i in range(len(replies))])
+            await attachment.claim([Engine(f"inference-{i}", f"http://e{i}") for i in range(len(replies))])
         except ConfigurationError as error:
             return [str(problem) for problem in error.problems]
         return []

@@ -71,9 +71,8 @@ def application(pool: Pool, http: httpx.AsyncClient, token: str) -> Starlette:
 
     async def forward(request: Request) -> Response:
         if request.url.path.startswith(OWN):
-            return json_response(
-                protocol.encode_error(ValueError(f"ask an engine itself: {ENGINES} has addresses")), 404
-            )
+            wrong = ValueError(f"ask an engine itself: {ENGINES} has its address")
+            return json_response(protocol.encode_error(wrong), 404)
         await request.body()
         try:
             relay = await unless_disconnected(request, _send(request, pool, http))
