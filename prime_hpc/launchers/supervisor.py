@@ -283,7 +283,7 @@ class Supervisor:
         return len(state.recent) < policy.max_restarts
 
     def _comes_back(self, state: _State, failure: Failure) -> bool:
-        """Whether the unit fails in the same words again and again and the run makes no step, or the fleet never serves."""
+        """Whether it fails in the same words again and again while the run makes no step, or the fleet never serves."""
         if self._config.mode == "serve" and state.ready:
             state.failures = []
         seen = failure.reason, self._step()
