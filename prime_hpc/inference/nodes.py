@@ -52,10 +52,15 @@ def compute(role: Role, args: Namespace) -> None:
 
 
 def _meeting_place(role: Role) -> dict[str, Any]:
+    host = role.bind_host if role.plan.nodes == 1 else _address()
+    return {"master_addr": host, "master_port": _free_port(host), "data_parallel_rpc_port": _free_port(host)}
+
+
+def _address() -> str:
+    """This node's, as vLLM finds it: the one of VLLM_HOST_IP, or of the interface that leads out."""
     from prime_hpc.inference import adapter
 
-    host = role.bind_host if role.plan.nodes == 1 else adapter.get_ip()
-    return {"master_addr": host, "master_port": _free_port(host), "data_parallel_rpc_port": _free_port(host)}
+    return adapter.get_ip()
 
 
 def _free_port(host: str) -> int:
