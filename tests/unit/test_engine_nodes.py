@@ -35,10 +35,9 @@ def test_an_engine_on_one_node_meets_nobody(tmp_path: Path) -> None:
 
 def test_the_first_node_says_where_and_the_others_come_there(tmp_path: Path) -> None:
     first, *others = [nodes.meeting(role(tmp_path, 3, rank)) for rank in range(3)]
-    ports = {first["master_port"], first["data_parallel_rpc_port"]}
-    assert len(ports) == 2 and min(ports) > 1023
-    assert first == {"master_addr": "127.0.0.1", "master_port": first["master_port"],
-                     "data_parallel_rpc_port": first["data_parallel_rpc_port"], "nnodes": 3, "node_rank": 0}  # fmt: skip
+    ports = {key: first[key] for key in ("master_port", "data_parallel_rpc_port")}
+    assert len({*ports.values()}) == 2 and min(ports.values()) > 1023
+    assert first == {"master_addr": "127.0.0.1", **ports, "nnodes": 3, "node_rank": 0}
     assert others == [first | {"node_rank": rank, "headless": True} for rank in (1, 2)]
 
 
