@@ -21,8 +21,8 @@ LAUNCH = re.compile(r"python -m prime_hpc\.launch ([^#`\n]+)")
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every launch command of the documentation with its page."""
-    for page in PAGES:
+    """Every launch command of the documentation, and of `--help`, with its page."""
+    for page in [*PAGES, conf_dir() / "run.yaml"]:
         for arguments in LAUNCH.findall(page.read_text()):
             yield page.name, shlex.split(arguments)
 
