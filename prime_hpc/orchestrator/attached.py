@@ -16,7 +16,7 @@ CLAIM_S = 60.0
 """A claim that is not renewed ends after this."""
 RENEW_S = 10.0
 ANSWER_S = 10.0
-"""An engine that answers no claim within this time is passed over; what it samples is judged elsewhere."""
+"""An engine that answers no renewal within this time is passed over until the next."""
 REFUSED, IN_USE = 401, 409
 
 
@@ -68,14 +68,14 @@ class Attachment:
             await self._claim_all(engines, CLAIM_S)
 
     async def _claim_all(self, engines: Sequence[Addressed], seconds: float) -> None:
-        await asyncio.gather(*(_answer(self._claim(engine, seconds)) for engine in engines))
+        await asyncio.gather(*(_answer(self._claim(engine, seconds, ANSWER_S)) for engine in engines))
 
-    def _claim(self, engine: Addressed, seconds: float) -> Awaitable[httpx.Response]:
+    def _claim(self, engine: Addressed, seconds: float, timeout_s: float) -> Awaitable[httpx.Response]:
         body = {"holder": self.holder, "seconds": seconds, "exclusive": self._config.mode == "rl"}
-        return self._http.post(f"{engine.base_url}/prime_hpc/claim", json=body, timeout=ANSWER_S)
+        return self._http.post(f"{engine.base_url}/prime_hpc/claim", json=body, timeout=timeout_s)
 
     async def _check(self, engine: Addressed, model: str) -> ConfigProblem | None:
-        reply = await _answer(self._claim(engine, CLAIM_S))
+        reply = await _answer(self._claim(engine, CLAIM_S, self._config.update.timeout_s))
         where = f"{engine.name} at {engine.base_url}"
         if isinstance(reply, httpx.HTTPError):
             return ConfigProblem(KEY, where, f"an engine that answers, not {type(reply).__name__} {reply}")
