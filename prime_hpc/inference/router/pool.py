@@ -109,7 +109,7 @@ class Pool:
             progress(f"{len(in_rotation(self.backends.values()))} of {len(self.backends)} engines in rotation")
             async with self._changed:
                 self._changed.notify_all()
-            await asyncio.sleep(PROBE_EVERY_S / 4)
+            await asyncio.sleep(PROBE_EVERY_S / 2)
 
     def _follow(self, addresses: dict[str, str | None]) -> None:
         """Forget engines that have another address than before, or none, and take in new ones."""
