@@ -15,6 +15,8 @@ import pytest
 
 from prime_hpc.cluster import secrets
 from prime_hpc.commands import chat
+from prime_hpc.observe.run_facts import read_run
+from prime_hpc.observe.status import take_status
 from tests.integration.runs import LocalRun
 
 DEADLINE_S = 600.0
@@ -81,6 +83,7 @@ def test_people_talk_to_it_through_the_router(
     assert first == f"policy at {fleet.record('router-0')['base_url']}"
     assert replies == ["cba", "olleh"]
     assert chat.main([str(fleet.root / "absent")]) == 2
+    assert take_status(read_run(fleet.root)).phase == "serving"
 
 
 @pytest.mark.usefixtures("same_home")
