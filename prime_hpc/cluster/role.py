@@ -56,9 +56,11 @@ class Role:
         self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
         self.log = logging.getLogger(process.name)
         self._leaving = False
-        self.bind_host = "127.0.0.1" if plan.nodes == 1 else "0.0.0.0"
-        """Interface to listen on: loopback unless the plan has several nodes."""
-        self.advertised_host = "127.0.0.1" if plan.nodes == 1 else socket.gethostname()
+        visited = self.config.mode == "serve" and self.config.launcher.on_slurm
+        apart = plan.nodes > 1 or visited
+        self.bind_host = "0.0.0.0" if apart else "127.0.0.1"
+        """Interface to listen on: loopback unless the plan has several nodes, or runs on other nodes attach to it."""
+        self.advertised_host = socket.gethostname() if apart else "127.0.0.1"
         """What others put into an address of this process."""
 
     @property

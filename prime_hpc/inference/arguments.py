@@ -25,7 +25,7 @@ def set_environment(role: Role) -> None:
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                 "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # fmt: skip
     if role.plan.nodes == 1:
-        defaults |= {"VLLM_HOST_IP": role.bind_host}
+        defaults |= {"VLLM_HOST_IP": "127.0.0.1"}
     if role.process.gpus:
         defaults |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     else:

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prime_hpc.cluster import secrets
+from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
@@ -176,3 +177,19 @@ def test_a_fleet_keeps_its_token_and_who_attaches_has_the_same(tmp_path: Path) -
     assert secrets.load(fleet).curve_secret != secrets.load(mine).curve_secret
     credentials.discard(attached, mine)
     assert not secrets.secrets_dir(mine).exists() and secrets.token_file(fleet).exists()
+
+
+@pytest.mark.parametrize(("launcher", "mode", "host"), [
+    ("local", "serve", "127.0.0.1"),
+    ("slurm_hetjob", "serve", "0.0.0.0"),
+    ("slurm_single", "rl", "127.0.0.1"),
+])  # fmt: skip
+def test_a_fleet_on_one_node_of_slurm_is_reached_from_others(
+    tmp_path: Path, launcher: str, mode: str, host: str
+) -> None:
+    config = make_config(f"mode={mode}", f"launcher.name={launcher}", "cluster.gpus_per_node=2", "trainer.ranks=1")
+    plan = build_plan(config, tmp_path, Attempt(), gpus=0)
+    credentials.provide(config, tmp_path)
+    role = Role(plan, plan.process("inference-0"))
+    assert (plan.nodes, role.bind_host) == (1, host)
+    assert (role.advertised_host == "127.0.0.1") == (host == "127.0.0.1")
