@@ -56,11 +56,10 @@ class Role:
         self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
         self.log = logging.getLogger(process.name)
         self._leaving = False
-        visited = self.config.mode == "serve" and self.config.launcher.on_slurm
-        apart = plan.nodes > 1 or visited
-        self.bind_host = "0.0.0.0" if apart else "127.0.0.1"
+        remote = plan.nodes > 1 or (self.config.mode == "serve" and self.config.launcher.on_slurm)
+        self.bind_host = "0.0.0.0" if remote else "127.0.0.1"
         """Interface to listen on: loopback unless the plan has several nodes, or runs on other nodes attach to it."""
-        self.advertised_host = socket.gethostname() if apart else "127.0.0.1"
+        self.advertised_host = socket.gethostname() if remote else "127.0.0.1"
         """What others put into an address of this process."""
 
     @property
