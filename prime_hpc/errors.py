@@ -47,6 +47,14 @@ class InferenceFailure(PrimeHPCError):
     """An engine refused, failed or lost a request."""
 
 
+class EngineInUse(InferenceFailure):
+    """An engine that several runs may attach to is held by another one."""
+
+    def __init__(self, holder: str, seconds: float):
+        super().__init__(f"{holder} uses this engine, for another {seconds:.0f} s unless it renews that: wait for it "
+                         "to end, or start another fleet")  # fmt: skip
+
+
 class InfrastructureFailure(PrimeHPCError):
     """A process, socket, disk or peer failed; the work itself is not to blame."""
 

@@ -23,6 +23,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
+from prime_hpc.orchestrator.directory import directory_of
 from prime_hpc.orchestrator.fleet import Engine, Fleet, UpdateTimes
 from prime_hpc.plan.run_plan import NodeGroup, ProcessPlan, RunPlan
 from prime_hpc.trainer import distributed
@@ -120,8 +121,9 @@ class Rig:
     def connect(self) -> Fleet:
         """The orchestrator's fleet, over engines that are up."""
         role = self.roles["orchestrator-0"]
-        addresses = {p.name: role.rendezvous.wait(p.name, "base_url", START_S) for p in self.plan.engines()}
-        return Fleet(role, [Engine(name, url, serving=True) for name, url in addresses.items()])
+        directory = directory_of(role)
+        addresses = directory.wait(role.config.inference.start_timeout_s)
+        return Fleet(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The trainer's weights in Hugging Face names."""

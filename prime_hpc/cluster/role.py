@@ -59,9 +59,10 @@ class Role:
         self.lease = LeaseReader(self.paths.rendezvous, plan.attempt, self.config.cluster.lease_s)
         self.log = logging.getLogger(process.name)
         self._leaving = False
-        self.bind_host = "127.0.0.1" if plan.nodes == 1 else "0.0.0.0"
-        """Interface to listen on: loopback unless the plan has several nodes."""
-        self.advertised_host = "127.0.0.1" if plan.nodes == 1 else socket.gethostname()
+        remote = plan.nodes > 1 or (self.config.mode == "serve" and self.config.launcher.on_slurm)
+        self.bind_host = "0.0.0.0" if remote else "127.0.0.1"
+        """Interface to listen on: loopback unless the plan has several nodes, or runs on other nodes attach to it."""
+        self.advertised_host = socket.gethostname() if remote else "127.0.0.1"
         """What others put into an address of this process."""
 
     @property

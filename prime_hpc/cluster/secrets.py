@@ -25,12 +25,12 @@ def secrets_dir(run_dir: Path) -> Path:
     return home / "secrets" / hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:32]
 
 
-def create(run_dir: Path) -> RunSecrets:
-    """Make new secrets for an attempt, replacing older ones."""
+def create(run_dir: Path, token: str | None = None) -> RunSecrets:
+    """Make new secrets for an attempt, replacing older ones; `token` is one that others know already."""
     directory = secrets_dir(run_dir)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     public, secret = zmq.curve_keypair()
-    made = RunSecrets(secrets.token_urlsafe(32), public, secret)
+    made = RunSecrets(token or secrets.token_urlsafe(32), public, secret)
     for name, value in (("token", made.token.encode()), ("curve_public", public), ("curve_secret", secret)):
         handle = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "wb") as file:
@@ -38,11 +38,16 @@ def create(run_dir: Path) -> RunSecrets:
     return made
 
 
+def token_file(run_dir: Path) -> Path:
+    """Where the token of a run lies while its processes need it."""
+    return secrets_dir(run_dir) / "token"
+
+
 def load(run_dir: Path) -> RunSecrets:
     """The secrets that the launcher made for this attempt."""
     directory = secrets_dir(run_dir)
     return RunSecrets(
-        token=(directory / "token").read_text(),
+        token=token_file(run_dir).read_text(),
         curve_public=(directory / "curve_public").read_bytes(),
         curve_secret=(directory / "curve_secret").read_bytes(),
     )

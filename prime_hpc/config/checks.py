@@ -11,6 +11,7 @@ from prime_hpc.config.algorithm import OPD, OPSD, AlgorithmConfig, CustomAlgorit
 from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.engine_checks import find_argument_problems
 from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.fleet_checks import find_fleet_problems
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.json_files import read_json
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
@@ -23,11 +24,15 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
 ADDRESS_ARGUMENTS = ("host", "port", "uds")
+PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless", "api_server_count",
+                  "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank",
+                  "data_parallel_address", "data_parallel_rpc_port")  # fmt: skip
+"""Arguments of vLLM that follow from where an engine lies."""
 
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    engines = (_engines, find_argument_problems)
+    engines = (_engines, find_argument_problems, find_fleet_problems)
     sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
@@ -268,6 +273,10 @@ def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in config.inference.vllm:
             yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
                                 "to be left out: an engine listens where the system has a free port")  # fmt: skip
+    for name in PLAN_ARGUMENTS:
+        if name in config.inference.vllm:
+            yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
+                                "to be left out: it follows from nodes and GPUs of an engine in the plan")  # fmt: skip
     limit = config.inference.vllm.get("max_model_len")
     if isinstance(limit, int) and limit < config.seq_len:
         yield ConfigProblem("inference.vllm.max_model_len", limit,

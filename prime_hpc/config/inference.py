@@ -30,6 +30,27 @@ class InferenceBench:
 
 
 @dataclass(kw_only=True)
+class AttachConfig:
+    """A fleet that is there already, whose engines are used in place of engines of this run and stay after it."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    run: str | None = None
+    """Directory of a run with mode=serve."""
+    urls: list[str] = field(default_factory=list)
+    """Root of each engine, without `/v1`, where that directory cannot be seen."""
+    token_file: str | None = None
+    """File with the token of the engines at `urls`; that of a `run` is found."""
+    version: Annotated[str, Field(pattern=r"^\d+\.\d+$")] = "0.0"
+    """Version that a run without a trainer expects the engines to serve; 0.0 is the model they were started with."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the engines are those of another run."""
+        return self.run is not None or bool(self.urls)
+
+
+@dataclass(kw_only=True)
 class InferenceConfig:
     """vLLM engines. Arguments of vLLM itself pass through under `vllm`, by vLLM's names."""
 
@@ -39,7 +60,7 @@ class InferenceConfig:
     """Independent engines."""
     gpus_per_replica: NonNegative | None = None
     """GPUs of one engine; by default tensor x pipeline x data parallel size of `vllm` where there are GPUs, else 0.
-    A dry run for Slurm may plan an engine on several whole nodes."""
+    Under Slurm an engine that needs more than one node has is spread over several whole ones."""
     engine: str = "prime_hpc.inference"
     """Module of the engine process (`python -m ENGINE PLAN --process NAME`); any other speaks the same protocol."""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +69,11 @@ class InferenceConfig:
     """Arguments of `vllm serve`, e.g. `max_model_len: 4096`."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the engine processes."""
+    attach: AttachConfig = field(default_factory=AttachConfig)
+    """Engines of another run in place of `replicas` own ones."""
+    router: Literal["none", "builtin", "vllm"] = "none"
+    """mode=serve: one address before all engines. builtin: sessions stay with their engine, load is even, answers are
+    of one version. vllm: the program `vllm-router` (extra `router`)."""
     start_timeout_s: Seconds = 600.0
     """Deadline for an engine to answer its health route."""
     stamps_kept: Positive = 65536

@@ -26,6 +26,8 @@ class RecoveryConfig:
 
     inference: FailurePolicy = field(default_factory=FailurePolicy)
     """Engines. A restarted one takes the current weights before it samples."""
+    router: FailurePolicy = field(default_factory=FailurePolicy)
+    """The router of a fleet. Requests that go through it when it dies are lost."""
     environment: FailurePolicy = field(default_factory=FailurePolicy)
     """Environment workers. Their episodes run again."""
     orchestrator: FailurePolicy = field(default_factory=FailurePolicy)

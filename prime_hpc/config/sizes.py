@@ -35,7 +35,8 @@ def components_of(config: RunConfig) -> list[str]:
         "bench": ("trainer",),
         "bench_inference": ("orchestrator", "inference"),
     }
-    return [name for name in COMPONENTS if name in present[config.mode]]
+    absent = set() if engine_models(config) else {"inference"}
+    return [name for name in COMPONENTS if name in present[config.mode] and name not in absent]
 
 
 def gpus_per_replica(config: RunConfig) -> int:
@@ -48,9 +49,9 @@ def gpus_per_replica(config: RunConfig) -> int:
 
 
 def engine_models(config: RunConfig) -> list[str | None]:
-    """What each engine serves: the policy (None), or a frozen model by name."""
+    """What each engine of the run itself serves: the policy (None), or a frozen model by name."""
     frozen = [name for name, model in config.frozen.items() for _ in range(model.replicas) if model.path]
-    return [None] * config.inference.replicas + frozen
+    return [None] * (0 if config.inference.attach.on else config.inference.replicas) + frozen
 
 
 def trainer_ranks(config: RunConfig) -> int:
@@ -75,7 +76,7 @@ def inference_size(config: RunConfig) -> Size:
     if gpus > available:
         span = ceil(gpus / available)
         return Size(replicas, nodes or replicas * span, gpus, span=span)
-    nodes = nodes or (ceil(replicas / (available // gpus)) if gpus else 1)
+    nodes = nodes or (max(1, ceil(replicas / (available // gpus))) if gpus else 1)
     return Size(replicas, nodes, gpus, per_node=ceil(replicas / nodes))
 
 

@@ -140,11 +140,10 @@ def _equal_nodes(config: RunConfig, names: list[str]) -> Iterator[ConfigProblem]
 
 def _inference_nodes(config: RunConfig) -> Iterator[ConfigProblem]:
     size, available = inference_size(config), component(config.cluster, "inference").gpus_per_node
-    if size.span > 1 and config.launcher.name != "dry_run" and config.inference.engine == "prime_hpc.inference":
-        yield ConfigProblem("inference.gpus_per_replica", size.gpus,
-                            f"at most the {available} GPUs of a node: `prime_hpc.inference` does not span nodes yet, "
-                            "only a dry run may plan it")  # fmt: skip
-    elif size.span > 1 and size.gpus != size.span * (available or 0):
+    if size.span > 1 and config.update.chosen == "delta":
+        yield ConfigProblem("update.transport", "delta", "filesystem or nccl: engines on several nodes have no common "
+                            "memory for a copy of the weights")  # fmt: skip
+    if size.span > 1 and size.gpus != size.span * (available or 0):
         yield ConfigProblem("inference.gpus_per_replica", size.gpus,
                             f"a multiple of the {available} GPUs of a node, since it is more than one has")  # fmt: skip
     elif size.span > 1 and size.nodes != size.units * size.span:

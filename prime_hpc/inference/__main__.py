@@ -1,18 +1,20 @@
 """A vLLM engine of a run."""
 
 from prime_hpc.cluster.role import Role, main
-from prime_hpc.inference import arguments, server
+from prime_hpc.inference import arguments, nodes, server
 
 
 def run(role: Role) -> None:
-    """Serve the policy with vLLM.
+    """Serve the policy with vLLM, or compute for the node of this engine that does.
 
     Raises:
         ConfigurationError: vLLM does not know an argument of `inference.vllm`.
         InferenceFailure: the engine died.
     """
     arguments.set_environment(role)
-    args = arguments.parse(arguments.arguments(role))
+    args = arguments.parse(arguments.arguments(role) | nodes.meeting(role))
+    if args.headless:
+        nodes.compute(role, args)
 
     from prime_hpc.inference import adapter
 

@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.version import __version__
 
@@ -34,7 +35,8 @@ else:
     from vllm.entrypoints.openai.api_server import build_app, build_async_engine_client, init_app_state
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 
-__all__ = ["FlexibleArgumentParser", "VllmEngine", "make_arg_parser", "start", "validate_parsed_serve_args"]
+__all__ = ["FlexibleArgumentParser", "VllmEngine", "get_ip", "make_arg_parser", "run_headless", "start",
+           "validate_parsed_serve_args"]  # fmt: skip
 
 Refusal = getattr(vllm_exceptions, "VLLMClientError", ValueError)
 """What vLLM raises for a request that it will not serve."""
@@ -124,6 +126,14 @@ async def start(args: Namespace, adapters: Sequence[str]) -> AsyncIterator[tuple
         with without_decisions():
             await init_app_state(client, app.state, args, tasks)
         yield VllmEngine(client, adapters), app
+
+
+def run_headless(args: Namespace) -> None:
+    """Run the ranks of this node without answering requests. Returns, or exits by SIGTERM, once they have ended."""
+    from vllm.entrypoints.cli.serve import run_headless as run
+
+    args.api_server_count = 0
+    run(args)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def set_environment(role: Role) -> None:
                 "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
                 "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # a grammar on tool calls is not the policy  # fmt: skip
     if role.plan.nodes == 1:
-        defaults |= {"VLLM_HOST_IP": role.bind_host}
+        defaults |= {"VLLM_HOST_IP": "127.0.0.1"}
     if role.process.gpus:
         defaults |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     else:

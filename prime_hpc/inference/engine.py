@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from prime_hpc import errors
-from prime_hpc.cluster.files import read_json
+from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.errors import CorruptData, InferenceFailure, InfrastructureFailure, PrimeHPCError
+from prime_hpc.inference.claims import Claims
 from prime_hpc.inference.host_copy import HostCopy
 from prime_hpc.inference.protocol import (
     ChecksumReply,
@@ -92,8 +93,10 @@ class PolicyEngine:
 
     def __init__(self, engine: TokenEngine, *, version: PolicyVersion, model: str, process: str, acks: Path,
                  stamps: StampLog, adapters: Sequence[str] = (), reach: Callable[[str], None] = lambda _: None,
-                 host_copy: HostCopy | None = None):  # fmt: skip
+                 host_copy: HostCopy | None = None, fingerprint: str = ""):  # fmt: skip
         self.stamps = stamps
+        self.claims = Claims()
+        self._fingerprint = fingerprint
         self._host_copy = host_copy
         self._reach = reach
         self.failure: InferenceFailure | None = None
@@ -118,7 +121,7 @@ class PolicyEngine:
     def state(self) -> EngineState:
         return EngineState(version=self._version, paused=self._paused, running=self._running, engine=self._engine.name,
                            max_model_len=self._engine.max_model_len, workers=self._engine.workers,
-                           pause_s=self._pause_s)  # fmt: skip
+                           model=self._models[0], fingerprint=self._fingerprint, pause_s=self._pause_s)  # fmt: skip
 
     async def generate(self, request: GenerateRequest, session: str) -> Completion:
         """Sample one completion and remember its stamp under `session`.
@@ -182,6 +185,7 @@ class PolicyEngine:
 
         Raises:
             ValueError: the version is not `lineage.step`.
+            EngineInUse: another run uses this engine.
             CorruptData: files do not match their manifest, or the version is not on offer any more.
             InfrastructureFailure: the trainer does not answer.
         """
@@ -245,11 +249,13 @@ class PolicyEngine:
     async def _prepare(self, request: LoadRequest) -> Path:
         """Returns the directory to load from."""
         PolicyVersion.parse(request.version)
+        self.claims.check(request.holder)
         self._prepared = None
         self._reach("update.before")
         call, directory = self._engine.call_workers, Path(request.path)
         if request.link:
-            _raise_first(await call("prime_hpc_join", request.path, request.version, self._process, request.link))
+            whose = (self._process, request.link, str(self._engine.workers))
+            _raise_first(await call("prime_hpc_join", request.path, request.version, *whose))
         else:
             if self._host_copy and read_manifest(directory).delta:
                 directory = await asyncio.to_thread(self._host_copy.bring, directory)
@@ -293,6 +299,7 @@ class PolicyEngine:
         Raises:
             CorruptData: a rank did not acknowledge this version, or loaded other data than the rest.
         """
+        list_fresh(self._acks)  # ranks on other nodes write there too
         paths = [self._acks / f"{self._process}.rank{rank}.json" for rank in range(self._engine.workers)]
         records = [read_json(path) for path in paths]
         late = [rank for rank, record in enumerate(records) if not record or record["version"] != version]

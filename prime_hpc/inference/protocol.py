@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from prime_hpc.errors import CorruptData
+from prime_hpc.errors import CorruptData, EngineInUse
 from prime_hpc.transport.stamps import Span, Stamp
 
 GENERATE = "/inference/v1/generate"
@@ -21,6 +21,7 @@ LOAD = "/prime_hpc/load"
 RESUME = "/prime_hpc/resume"
 SCORE = "/prime_hpc/score"
 CHECKSUMS = "/prime_hpc/checksums"
+CLAIM = "/prime_hpc/claim"
 OPEN_ROUTES = frozenset({"/health", "/metrics", "/version"})
 SESSION_HEADER = "X-Session-ID"
 
@@ -63,12 +64,22 @@ class PauseRequest(msgspec.Struct, kw_only=True):
 class LoadRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Serve the weights that `path`, a version directory, leads to, as `version`; by `link`, where they are streamed.
 
-    Asked of the prepare route, everything happens that can be done while requests run.
+    Asked of the prepare route, everything happens that can be done while requests run. `holder` is who asks, where
+    engines are claimed.
     """
 
     version: str
     path: str
     link: str | None = None
+    holder: str = ""
+
+
+class ClaimRequest(msgspec.Struct, kw_only=True):
+    """`holder`, a run, uses this engine for `seconds` from now; `exclusive` to change its weights. 0 gives it back."""
+
+    holder: str
+    seconds: float
+    exclusive: bool = False
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -106,7 +117,7 @@ class LoadReply(msgspec.Struct, kw_only=True):
 
 class EngineState(msgspec.Struct, kw_only=True):
     """What an engine is doing; `running` counts requests that are not answered yet, which stood still for `pause_s`
-    seconds in the newest pause that is over."""
+    seconds in the newest pause that is over. `fingerprint` tells which model it was started from."""
 
     version: str
     paused: bool
@@ -114,6 +125,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     engine: str
     max_model_len: int
     workers: int
+    model: str = ""
+    fingerprint: str = ""
     pause_s: float = 0.0
 
 
@@ -159,7 +172,10 @@ def encode_error(error: Exception) -> bytes:
 
 
 def status_of(error: Exception) -> int:
-    """HTTP status of an error: 400 for a bad request, 422 for corrupt weights, 500 for the rest."""
+    """HTTP status of an error: 400 for a bad request, 409 for an engine that another run uses, 422 for corrupt weights,
+    500 for the rest."""
+    if isinstance(error, EngineInUse):
+        return 409
     if isinstance(error, CorruptData):
         return 422
     return 400 if isinstance(error, ValueError | msgspec.MsgspecError) else 500

@@ -69,8 +69,12 @@ def application(policy: PolicyEngine, server: Starlette, token: str) -> Starlett
     async def checksums(request: Request) -> Any:
         return await policy.checksums()
 
+    async def claim(request: Request) -> Any:
+        policy.claims.take(msgspec.json.decode(await request.body(), type=protocol.ClaimRequest))
+        return policy.state()
+
     handlers = {protocol.GENERATE: generate, protocol.PREPARE: prepare, protocol.PAUSE: pause, protocol.LOAD: load,
-                protocol.RESUME: resume, protocol.SCORE: score}  # fmt: skip
+                protocol.RESUME: resume, protocol.SCORE: score, protocol.CLAIM: claim}  # fmt: skip
     routes = [Route(path, answering(handler), methods=["POST"]) for path, handler in handlers.items()]
     reading = {protocol.STAMPS: stamps, protocol.STATE: state, protocol.CHECKSUMS: checksums}
     routes += [Route(path, answering(handler)) for path, handler in reading.items()]

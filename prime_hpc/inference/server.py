@@ -9,10 +9,12 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import InferenceFailure
@@ -21,6 +23,7 @@ from prime_hpc.inference.host_copy import HostCopy
 from prime_hpc.inference.routes import application
 from prime_hpc.inference.served import served
 from prime_hpc.inference.stamps import StampLog
+from prime_hpc.models.fingerprint import fingerprint
 from prime_hpc.transport.messages import PolicyVersion
 
 KEEP_ALIVE_S = 600
@@ -61,20 +64,17 @@ async def serve(role: Role, start: Start, listener: socket.socket) -> None:
     """Start the engine, publish the address once requests are answered, and stay until told to leave."""
     async with start() as (engine, below):
         host_copy = HostCopy(role.paths.host_copy(role.process.name)) if role.config.update.chosen == "delta" else None
-        policy = PolicyEngine(engine, version=initial_version(role), model=served(role).name,
+        model = served(role)
+        policy = PolicyEngine(engine, version=initial_version(role), model=model.name,
+                              fingerprint=fingerprint(Path(model.path)),
                               process=role.process.name, acks=role.paths.acks, host_copy=host_copy,
                               stamps=StampLog(role.config.inference.stamps_kept), adapters=role.config.lora.served,
                               reach=role.reach)  # fmt: skip
         await policy.start()
-        server = Server(uvicorn.Config(application(policy, below, role.secrets.token), log_level=logging.WARNING,
-                                       access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
-                                       timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, role.on_terminate(server.leave))
+        server = make_server(role, application(policy, below, role.secrets.token))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve([listener]))
-            tasks.create_task(_publish(role, server, listener.getsockname()[1], policy.state().version))
+            tasks.create_task(publish(role, server, listener, version=policy.state().version))
             failure = await _watch(role, server, engine, policy)
     if failure:
         raise failure
@@ -91,12 +91,23 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _publish(role: Role, server: Server, port: int, version: str) -> None:
+def make_server(role: Role, app: ASGIApp) -> Server:
+    """A server of `app` for the running loop. It leaves by SIGTERM, as far as that is meant for this process."""
+    server = Server(uvicorn.Config(app, log_level=logging.WARNING, access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
+                                   timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, role.on_terminate(server.leave))
+    return server
+
+
+async def publish(role: Role, server: Server, listener: socket.socket, **facts: str) -> None:
+    """Announce the address once `server` answers there."""
     while not server.started and not server.should_exit:
         await asyncio.sleep(0.05)
     if server.started:
-        role.rendezvous.publish("ready", base_url=f"http://{role.advertised_host}:{port}", version=version)
-        role.log.info("serving version %s on port %d", version, port)
+        port = listener.getsockname()[1]
+        role.rendezvous.publish("ready", base_url=f"http://{role.advertised_host}:{port}", **facts)
+        role.log.info("serving on port %d", port)
 
 
 async def _watch(role: Role, server: Server, engine: TokenEngine, policy: PolicyEngine) -> InferenceFailure | None:

@@ -57,12 +57,13 @@ class WeightReceiver:
                            n_tensors=n_tensors)  # fmt: skip
 
     @answers_errors
-    def prime_hpc_join(self, directory: str, version: str, process: str, link: str) -> Answer:
-        """Connect with the trainer rank that offers `version`; nothing of the model is touched."""
-        parallel = self.vllm_config.parallel_config
+    def prime_hpc_join(self, directory: str, version: str, process: str, link: str, workers: str) -> Answer:
+        """Connect with the trainer rank that offers `version`; nothing of the model is touched.
+
+        `workers` counts the engine's ranks: of data-parallel ones vLLM tells a worker of a dense model nothing.
+        """
         if self._prime_hpc_stream is None:
-            workers = parallel.world_size * parallel.data_parallel_size
-            self._prime_hpc_stream = StreamReceiver(process, self._prime_hpc_rank, workers, self.device)
+            self._prime_hpc_stream = StreamReceiver(process, self._prime_hpc_rank, int(workers), self.device)
         stream = self._prime_hpc_stream.join(Path(directory), link)
         check_complete(streamed_shapes(stream), Path(self.model_config.model), Path(directory))
         return {}

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prime_hpc.cluster import secrets
 from prime_hpc.cluster.gpus import count_gpus
 from prime_hpc.cluster.lease import LeaseKeeper
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.run import RunConfig
+from prime_hpc.launchers import credentials
 from prime_hpc.launchers.children import Child, spawn, stop
 from prime_hpc.launchers.supervisor import Running, Supervisor
 from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
@@ -55,7 +55,7 @@ class LocalStarter:
 def run_local(plan: RunPlan, config: RunConfig) -> int:
     """Start every process of the plan, watch until the run is complete, stop them all. Returns an exit code."""
     paths = RunPaths(Path(plan.run_dir))
-    secrets.create(paths.root)
+    credentials.provide(config, paths.root)
     lease = LeaseKeeper(paths.rendezvous, plan.attempt, config.cluster.lease_s)
     interrupted = None
     with _termination_as_interrupt(), open_view(plan, config.launcher.live) as view:
@@ -69,7 +69,7 @@ def run_local(plan: RunPlan, config: RunConfig) -> int:
         finally:
             supervisor.stop(interrupted)
             lease.close()
-            secrets.remove(paths.root)
+            credentials.discard(config, paths.root)
         return verdict(ending, paths, view)
 
 

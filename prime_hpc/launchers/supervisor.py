@@ -186,6 +186,8 @@ class Supervisor:
                 self._events.add("drain", request.why)
                 self._view.say(f"draining, as {request.by} asked: {request.why}")
                 (self._paths.rendezvous / DRAIN_MARK).touch()
+                if self._config.mode == "serve":  # nothing is to be saved
+                    (self._paths.rendezvous / COMPLETE_MARK).touch()
             return None
         state = next((s for s in self._states if s.unit.name == request.unit and s.running), None)
         if state is None:
@@ -281,7 +283,9 @@ class Supervisor:
         return len(state.recent) < policy.max_restarts
 
     def _comes_back(self, state: _State, failure: Failure) -> bool:
-        """Whether the unit fails in the same words again and again while the run makes no step."""
+        """Whether it fails in the same words again and again while the run makes no step, or the fleet never serves."""
+        if self._config.mode == "serve" and state.ready:
+            state.failures = []
         seen = failure.reason, self._step()
         state.failures = [*state.failures, seen] if seen in state.failures else [seen]
         return failure.exit_code is not None and failure.exit_code > 0 and len(state.failures) >= SAME_FAILURES

@@ -81,7 +81,7 @@ def alternatives(config: RunConfig, plan: RunPlan) -> Iterator[tuple[Setting, li
         if bound > base.max_staleness:
             yield replace(base, max_staleness=bound), [f"orchestrator.max_staleness={bound}"]
     ranks, engines, each = len(plan.of("trainer")), len(plan.engines()), gpus_per_replica(config)
-    if not any(p.gpus for p in plan.of("trainer")) or config.trainer.share_gpu:
+    if not engines or not any(p.gpus for p in plan.of("trainer")) or config.trainer.share_gpu:
         return
     total, node = ranks + engines * each, max(group.gpus for group in plan.groups) if plan.nodes > 2 else 1
     for count in range(1, (total - 1) // each + 1):

@@ -72,6 +72,9 @@ def take_status(facts: RunFacts) -> RunStatus:
 def _phase(facts: RunFacts) -> str:
     if facts.complete:
         return "complete"
+    if facts.live and facts.plan.config.get("mode") == "serve":
+        states = [_state(name, facts) for name in facts.processes]
+        return "serving" if all(state == "ready" for state in states) else "starting"
     if facts.live:
         return "running" if facts.steps else "starting"
     return "ended" if facts.attempts else "not started"

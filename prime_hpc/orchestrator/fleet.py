@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import msgspec
 
-from prime_hpc.cluster import control
+from prime_hpc.algorithms.engine_choice import choose
 from prime_hpc.cluster.files import write_atomic
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData, InferenceFailure
 from prime_hpc.orchestrator import canary
+from prime_hpc.orchestrator.attached import Attachment
+from prime_hpc.orchestrator.directory import Directory, directory_of
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import (
     RECEIVERS,
@@ -73,33 +75,35 @@ class _Target:
 class Fleet:
     """All engines of the run. One that fails leaves the rotation and comes back once it serves the current version."""
 
-    def __init__(self, role: Role, engines: list[Engine]):
+    def __init__(self, role: Role, engines: list[Engine], directory: Directory):
         self.engines = engines
-        self._role = role
-        self._names = [p.name for p in role.plan.engines()]
+        self._role, self._directory = role, directory
         self._target: _Target | None = None
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
         headers = {"Authorization": f"Bearer {role.secrets.token}"}
         self._http = httpx.AsyncClient(headers=headers, timeout=role.config.update.timeout_s)
+        self._attachment = Attachment(role, self._http)
 
     @classmethod
     async def connect(cls, role: Role) -> "Fleet":
-        """Wait until every engine of the plan has published its address."""
-        timeout_s = role.config.inference.start_timeout_s
+        """Wait until every engine has an address; engines of another run are checked and claimed.
 
-        async def find(name: str) -> Engine:
-            base_url = await asyncio.to_thread(role.rendezvous.wait, name, "base_url", timeout_s)
-            return Engine(name, base_url, serving=True)
-
+        Raises:
+            ConfigurationError: they are not what this run needs.
+        """
+        timeout_s, directory = role.config.inference.start_timeout_s, directory_of(role)
         with role.heart.waiting("the engines' addresses", "inference-0", timeout_s):
-            return cls(role, await asyncio.gather(*(find(p.name) for p in role.plan.engines())))
+            addresses = await asyncio.to_thread(directory.wait, timeout_s)
+        fleet = cls(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory)
+        await fleet._attachment.claim(fleet.engines)
+        return fleet
 
     async def pick(self) -> Engine:
         """The serving engine with the least rollouts, as soon as there is one."""
         async with self._changed:
             await self._changed.wait_for(lambda: any(e.serving for e in self.engines))
-        return min((e for e in self.engines if e.serving), key=lambda e: e.load)
+        return choose([e for e in self.engines if e.serving])
 
     def suspect(self, engine: Engine) -> None:
         """A request to `engine` failed: it gets no more until it has answered a probe."""
@@ -131,13 +135,14 @@ class Fleet:
         """Let engines go that are gone and take in those that have come (back), until cancelled."""
         while True:
             await asyncio.sleep(WATCH_S)
-            records = await asyncio.to_thread(lambda: {name: self._role.rendezvous.read(name) for name in self._names})
-            for name, record in records.items():
-                self._follow(name, record and record.get("base_url"))
+            for name, base_url in (await asyncio.to_thread(self._directory.look)).items():
+                self._follow(name, base_url)
             async with self._updating:
                 await asyncio.gather(*(self._take_in(e) for e in self.engines if not e.serving))
 
     async def close(self) -> None:
+        """Let the engines go; those of another run stay as they are."""
+        await self._attachment.release(self.engines)
         await self._http.aclose()
 
     def _follow(self, name: str, base_url: str | None) -> None:
@@ -160,8 +165,10 @@ class Fleet:
         state = await self._probe(engine)
         if state is None:
             return
-        if self._target is None or (state["version"] == str(self._target.version) and not state["paused"]):
+        wanted = self._target.version if self._target else self._role.config.inference.attach.version
+        if state["version"] == str(wanted) and not state["paused"]:
             await self._admit(engine)
+        if engine.serving or self._target is None:
             return
         target = await asyncio.to_thread(self._in_files)
         if target and isinstance(await self._try(engine, target), UpdateTimes):
@@ -242,7 +249,7 @@ class Fleet:
         """Seconds in which the engine fetched and checked files, or connected with the trainer."""
         begin = time.monotonic()
         with self._role.heart.waiting(f"weights v{target.version} at hand", engine.name, self._http.timeout.read):
-            await self._post(engine, "prepare", _request(engine, target))
+            await self._post(engine, "prepare", self._request(engine, target))
         return time.monotonic() - begin
 
     async def _load(self, engine: Engine, target: _Target, prepare_s: float) -> UpdateTimes:
@@ -252,7 +259,7 @@ class Fleet:
             await self._post(engine, "pause", pause, timeout_s=update.ready_s + MARGIN_S)
             self._role.reach("update.during")
             try:
-                answer = await self._post(engine, "load", _request(engine, target))
+                answer = await self._post(engine, "load", self._request(engine, target))
             finally:
                 state = await self._post(engine, "resume", {}, timeout_s=update.stall_s)
         difference = await self._check_canary(engine, target)
@@ -282,12 +289,12 @@ class Fleet:
         if peer:
             groups = canary.differing(theirs, await self._checksums(peer))
         elif target.manifest.in_files:
-            await self._post(engine, "load", _request(engine, target, link=False))
+            await self._post(engine, "load", self._request(engine, target, link=False))
             groups = canary.differing(theirs, await self._checksums(engine))
         else:
             groups = []
         error = canary.wrong_weights(engine.name, target.version, difference, groups)
-        control.ask(self._role.paths.control, "restart", str(error), unit=engine.name, by=self._role.process.name)
+        self._directory.ask_restart(engine.name, str(error))
         return error
 
     async def _checksums(self, engine: Engine) -> list[dict[str, str]]:
@@ -298,6 +305,12 @@ class Fleet:
         engine.serving = True
         async with self._changed:
             self._changed.notify_all()
+
+    def _request(self, engine: Engine, target: _Target, *, link: bool = True) -> dict[str, str | None]:
+        """How an engine is told to prepare and to load."""
+        by_link = engine.link if link and target.manifest.stream else None
+        return {"version": str(target.version), "path": str(target.directory), "link": by_link,
+                "holder": self._attachment.holder}  # fmt: skip
 
     async def _post(self, engine: Engine, route: str, body: dict[str, Any], timeout_s: float | None = None) -> dict:
         timeout = self._http.timeout if timeout_s is None else timeout_s
@@ -315,12 +328,6 @@ class Fleet:
             said = f"{reply.url.path} with {reply.status_code}: {reply.text[:500]}"
             raise InferenceFailure(f"{engine.name} answered {said}")
         return reply.json()
-
-
-def _request(engine: Engine, target: _Target, *, link: bool = True) -> dict[str, str | None]:
-    """How an engine is told to prepare and to load."""
-    by_link = engine.link if link and target.manifest.stream else None
-    return {"version": str(target.version), "path": str(target.directory), "link": by_link}
 
 
 def _slowest(times: list[UpdateTimes]) -> UpdateTimes:

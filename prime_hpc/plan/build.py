@@ -12,7 +12,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.config.sizes import components_of, engine_models
 from prime_hpc.plan.placement import Placement, Slot, place
-from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
+from prime_hpc.plan.run_plan import GUEST_OF, Fork, ProcessPlan, RunPlan
 from prime_hpc.plan.transport import check_transport
 
 BASE_ENV = {
@@ -25,6 +25,7 @@ BASE_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the processes beside them
 }
 FIRST_NODE = Slot(0, [])
+ROUTERS = {"builtin": "prime_hpc.inference.router", "vllm": "prime_hpc.inference.vllm_router"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,14 @@ def _processes(config: RunConfig, placement: Placement) -> Iterator[ProcessPlan]
         yield _process(config, "orchestrator-0", "orchestrator", 0, "prime_hpc.orchestrator", FIRST_NODE)
     if "inference" in components_of(config):
         yield from _inference(config, placement)
+        if router := ROUTERS.get(config.inference.router):
+            yield _process(config, "router-0", "router", 0, router, FIRST_NODE)
     if "trainer" in components_of(config):
         yield from _trainer(config, placement)
 
 
 def _process(config: RunConfig, name: str, component: str, index: int, module: str, slot: Slot) -> ProcessPlan:
-    python = interpreter(config, "orchestrator" if component == "environment" else component)
+    python = interpreter(config, GUEST_OF.get(component, component))
     return ProcessPlan(name=name, component=component, index=index, node=slot.node, command=[python, "-m", module],
                        log="", gpus=slot.gpus)  # fmt: skip
 

@@ -85,7 +85,7 @@ def _pace(plan: RunPlan, config: RunConfig, hf_config: HFConfig, workload: Workl
         hf_config,
         workload,
         trainer=trainer,
-        engine=device_of(config, "inference", here),
+        engine=device_of(config, "inference", here) if plan.engines() else None,
         engine_gpus=sum(len(p.gpus) for p in plan.of("inference") if p.index == 0),
         trainer_nodes=len({plan.host(p) for p in ranks}),
         gpus=plan.held_gpus,

@@ -10,10 +10,12 @@ from prime_hpc.config.schema import parse
 from prime_hpc.errors import SchemaMismatch
 
 PLAN_SCHEMA = 2
+GUEST_OF = {"environment": "orchestrator", "router": "inference"}
+"""Components without nodes of their own, and whose they share."""
 
 
 class ProcessPlan(msgspec.Struct, kw_only=True):
-    """One process. `component` is orchestrator, environment (workers beside it), inference or trainer.
+    """One process. `component` is orchestrator, environment (workers beside it), inference, router or trainer.
 
     `index` counts engines, ranks or workers of a source; `rank` counts the nodes of one engine, of which the first
     answers requests; `frozen` names the model of an engine that does not serve the policy. `node` counts the nodes of
@@ -95,7 +97,7 @@ class RunPlan(msgspec.Struct, kw_only=True):
 
     def group(self, process: ProcessPlan) -> NodeGroup:
         """The nodes among which `process` is placed; environment workers run beside the orchestrator."""
-        name = "orchestrator" if process.component == "environment" else process.component
+        name = GUEST_OF.get(process.component, process.component)
         return next(g for g in self.groups if g.name == name)
 
     @property

@@ -12,7 +12,8 @@ def render(plan: RunPlan) -> Group:
     """Placement and one line about the run: by process on one node, by restart unit on several."""
     config = plan.config
     origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config['model']['path']}"
-    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {config['max_steps']} steps, {origin}"
+    length = "until it is stopped" if config["mode"] == "serve" else f"{config['max_steps']} steps"
+    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {length}, {origin}"
     if config["mode"] == "rl":
         facts += f"; {describe_transport(plan.typed_config().update)}"
     tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]

@@ -44,7 +44,7 @@ def units(plan: RunPlan) -> list[Unit]:
 
 
 def unit_name(process: ProcessPlan) -> str:
-    """`orchestrator`, `trainer`, `inference-2` for each engine, `env-SOURCE-0` for each environment worker."""
+    """`orchestrator`, `trainer`, `router`, `inference-2` for each engine, `env-SOURCE-0` for each worker."""
     if process.component == "inference":
         return f"inference-{process.index}"
     return process.name if process.component == "environment" else process.component

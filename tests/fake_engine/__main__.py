@@ -1,6 +1,7 @@
 """An engine that speaks the protocol of the real one, without a model: starts in a second and fails on demand."""
 
 import functools
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,7 +54,7 @@ async def start(role: Role, options: FakeOptions) -> AsyncIterator[tuple[FakeEng
 
 
 def application(engine: FakeEngine, model: str) -> Starlette:
-    """Health, version, metrics, models, completions and scores of a prompt, and `POST /fake/fault`."""
+    """Health, version, metrics, models, a chat, completions and scores of a prompt, and `POST /fake/fault`."""
 
     async def health(request: Request) -> PlainTextResponse:
         return PlainTextResponse("")
@@ -80,6 +81,13 @@ def application(engine: FakeEngine, model: str) -> Starlette:
             yield b"data: " + msgspec.json.encode({"choices": [{"text": "a"}]}) + b"\n\n"
         yield b"data: " + msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}}) + b"\n\n"
         yield b"data: [DONE]\n\n"
+    async def chat(request: Request) -> StreamingResponse:
+        """The last message reversed, a letter at a time."""
+        said = msgspec.json.decode(await request.body())["messages"][-1]["content"]
+        events = [json.dumps({"choices": [{"delta": {"content": letter}}]}) for letter in said[::-1]]
+        return StreamingResponse(
+            (f"data: {event}\n\n" for event in [*events, "[DONE]"]), media_type="text/event-stream"
+        )
 
     async def score(request: Request) -> bytes:
         prompt = msgspec.json.decode(await request.body())["prompt"]
@@ -98,6 +106,7 @@ def application(engine: FakeEngine, model: str) -> Starlette:
 
     plain = {"/health": health, "/metrics": metrics, "/version": version, "/v1/models": models}
     return Starlette(routes=[*(Route(path, handler) for path, handler in plain.items()),
+                             Route("/v1/chat/completions", chat, methods=["POST"]),
                              Route("/v1/completions", complete, methods=["POST"]),
                              Route("/fake/fault", answering(fault), methods=["POST"])])  # fmt: skip
 

@@ -22,10 +22,14 @@ NAME = "inference-0"
 
 
 class EngineProcess:
-    """Context manager around one engine. `env` is added to the environment; `gpus` are those of the plan."""
+    """Context manager around one engine. `env` is added to the environment; `gpus` are those of the plan.
+
+    `nodes` has it planned on several nodes, which are all this machine.
+    """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, env: dict[str, str] | None = None,
-                 gpus: list[int] | None = None, forks: list[Fork] | None = None):  # fmt: skip
+                 gpus: list[int] | None = None, forks: list[Fork] | None = None, nodes: int = 1):  # fmt: skip
+        self._nodes = nodes
         self.paths = RunPaths(run_dir)
         self.config = config
         self._env = env or {}
@@ -36,22 +40,32 @@ class EngineProcess:
         self.paths.rendezvous.mkdir(parents=True)
         self.token = secrets.create(self.paths.root).token
         self._lease = LeaseKeeper(self.paths.rendezvous, 1, self.config.cluster.lease_s)
-        command = [sys.executable, "-m", self.config.inference.engine, str(self.paths.plan), "--process", NAME]
-        plan = ProcessPlan(name=NAME, component="inference", index=0, node=0, command=command, log="", gpus=self._gpus)
+        processes = [self._plan(rank) for rank in range(self._nodes)]
         self.paths.plan.write_bytes(RunPlan(
             name=self.paths.root.name, run_dir=str(self.paths.root), attempt=1, nodes=1, forks=self._forks,
-            checkpoint=None, processes=[plan], config=to_dict(self.config)).dump())  # fmt: skip
-        self.log = self.paths.root / "engine.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **self._env}, stdout=log,
-                                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            checkpoint=None, processes=processes, config=to_dict(self.config)).dump())  # fmt: skip
+        self.process, *self.others = [self._start(plan) for plan in processes]
+        self.log = Path(processes[0].log)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lease.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(30)
+        for process in (self.process, *self.others):
+            if process.poll() is None:
+                process.terminate()
+                process.wait(30)
+
+    def _plan(self, rank: int) -> ProcessPlan:
+        name = f"{NAME}-node-{rank}" if rank else NAME
+        command = [sys.executable, "-m", self.config.inference.engine, str(self.paths.plan), "--process", name]
+        log = self.paths.root / ("engine.log" if rank == 0 else f"engine.{rank}.log")
+        return ProcessPlan(name=name, component="inference", index=0, node=0, rank=rank, command=command, log=str(log),
+                           gpus=self._gpus)  # fmt: skip
+
+    def _start(self, plan: ProcessPlan) -> subprocess.Popen:
+        with Path(plan.log).open("wb") as log:
+            return subprocess.Popen(plan.command, cwd=REPOSITORY, env={**os.environ, **self._env}, stdout=log,
+                                    stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
 
     def wait_ready(self) -> dict[str, Any]:
         """What the engine publishes once it serves."""

@@ -26,12 +26,12 @@ class FakeWeights:
         n_tensors = sum(len(read_shapes(path)) for path in self._files)
         return acknowledge(Path(acks), process, 0, manifest.version, manifest.digest, begin=begin, n_tensors=n_tensors)
 
-    def prime_hpc_join(self, directory: str, version: str, process: str, link: str) -> Answer:
+    def prime_hpc_join(self, directory: str, version: str, process: str, link: str, workers: str) -> Answer:
         import torch
 
         from prime_hpc.inference.stream import StreamReceiver
 
-        self._stream = self._stream or StreamReceiver(process, 0, 1, torch.device("cpu"))
+        self._stream = self._stream or StreamReceiver(process, 0, int(workers), torch.device("cpu"))
         self._stream.join(Path(directory), link)
         return {}
 

@@ -82,14 +82,16 @@ class RunDirectory:
 
 
 class LocalRun(RunDirectory):
-    """A run of `+experiment=reverse_text_cpu launcher=local` with a few overrides, started as a user starts it."""
+    """A run of `+experiment=reverse_text_cpu launcher=local`, or of another one, with a few overrides, started as a
+    user starts it."""
 
     launcher = "prime_hpc.launch"
 
-    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = ()):
+    def __init__(self, output_dir: Path, model: Path, name: str, *overrides: str, faults: Sequence[Fault] = (),
+                 experiment: str = "reverse_text_cpu"):  # fmt: skip
         super().__init__(output_dir / name)
         env = {**os.environ, VARIABLE: msgspec.json.encode(faults).decode()}
-        command = [sys.executable, "-m", self.launcher, "+experiment=reverse_text_cpu", "launcher=local", *TINY,
+        command = [sys.executable, "-m", self.launcher, f"+experiment={experiment}", "launcher=local", *TINY,
                    f"model.path={model}", f"run.output_dir={output_dir}", f"run.name={name}", *overrides]  # fmt: skip
         self._output = output_dir / f"{name}.{len(list(output_dir.glob(f'{name}.*')))}.out"
         self._output.touch()

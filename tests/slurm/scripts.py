@@ -26,6 +26,10 @@ EXPERIMENTS = {
         "trainer.ranks=8", "cluster.components.orchestrator.container.runtime=none", "cluster.requeue=false",
     ],
     "reverse_text_cpu": ["model.path=/models/tiny", "cluster=modules", "cluster.gpus_per_node=0", "cluster.memory=8G"],
+    "serve": [
+        "model.path=/models/large", "cluster.gpus_per_node=8", "inference.replicas=2",
+        "inference.vllm.tensor_parallel_size=8", "inference.vllm.data_parallel_size=2",
+    ],
 }  # fmt: skip
 LAUNCHERS = ("slurm_hetjob", "slurm_single", "slurm_linked")
 

@@ -60,12 +60,12 @@ CASES = {
         f"{INFERENCE}.nodes = 2: expected nodes for 24 engines of 1 GPUs, at most one each, with at most 8 GPUs"]),
     "too many nodes": ([f"{INFERENCE}.nodes=2"], [
         f"{INFERENCE}.nodes = 2: expected nodes for 1 engines of 1 GPUs, at most one each, with at most 8 GPUs"]),
-    "an engine on several nodes": (["inference.gpus_per_replica=16"], [
-        "inference.gpus_per_replica = 16: expected at most the 8 GPUs of a node: `prime_hpc.inference` does not span "
-        "nodes yet, only a dry run may plan it"]),
-    "odd engine": (["inference.gpus_per_replica=12", "inference.engine=mine"], [
+    "an engine on several nodes": (["inference.gpus_per_replica=16", "update.transport=delta"], [
+        "update.transport = 'delta': expected filesystem or nccl: engines on several nodes have no common memory for a "
+        "copy of the weights"]),
+    "odd engine": (["inference.gpus_per_replica=12"], [
         "inference.gpus_per_replica = 12: expected a multiple of the 8 GPUs of a node, since it is more than one has"]),
-    "nodes of large engines": (["inference.gpus_per_replica=16", "inference.engine=mine", f"{INFERENCE}.nodes=3"], [
+    "nodes of large engines": (["inference.gpus_per_replica=16", f"{INFERENCE}.nodes=3"], [
         f"{INFERENCE}.nodes = 3: expected 2: 1 engines of 16 GPUs on nodes of 8"]),
     "handed on": (["cluster.components.orchestrator.memory=8G", f"{INFERENCE}.memory='0'"], [
         f"{TRAINER}.memory = None: expected a value, since Slurm would hand on that of orchestrator"]),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_hpc.cluster import control
+from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.recovery import FailurePolicy, RecoveryConfig
 from prime_hpc.config.run import RunConfig
@@ -27,9 +28,9 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def run(paths: RunPaths) -> Ending:
+def run(paths: RunPaths, config: RunConfig | None = None) -> Ending:
     plan = SimpleNamespace(attempt=1, processes=[])
-    supervisor = Supervisor(plan, RunConfig(), paths, IDLE, SILENT, units=[])
+    supervisor = Supervisor(plan, config or RunConfig(), paths, IDLE, SILENT, units=[])
     try:
         return supervisor.run()
     finally:
@@ -46,6 +47,13 @@ def test_a_finished_run_is_complete(paths: RunPaths) -> None:
     (paths.rendezvous / "complete").touch()
     assert run(paths).kind == "complete"
     assert [(e.kind, e.reason) for e in read_events(paths.root, 1)][1:] == [("complete", "complete")]
+
+
+def test_a_fleet_that_is_drained_leaves_at_once_and_may_go_on(paths: RunPaths) -> None:
+    control.ask(paths.control, "drain", "the time limit is near", by="Slurm", goes_on=True)
+    ending = run(paths, RunConfig(mode="serve"))
+    assert (ending.kind, ending.goes_on) == ("drained", True)
+    assert (paths.rendezvous / "complete").exists(), "engines leave by this mark"
 
 
 class Leaver:
@@ -107,3 +115,42 @@ def test_restarts_that_are_asked_for_count_in_the_budget(paths: RunPaths) -> Non
     events = read_events(paths.root, 1)
     assert [e.kind for e in events] == ["start", "asked", "restart", "asked", "restart", "asked", "stop"]
     assert events[1].reason == reason
+
+
+class ShortLived:
+    """A unit that gets to work, if it `serves`, and then ends, always by the same error."""
+
+    def __init__(self, paths: RunPaths, *, serves: bool):
+        self._record, self._serves = paths.rendezvous / "inference-0.json", serves
+        self.starts = self._looks = 0
+
+    def start(self, unit: Unit, restart: int) -> "ShortLived":
+        self.starts, self._looks = self.starts + 1, 0
+        write_json(
+            self._record, {"state": "ready" if self._serves else "starting", "error": "out of memory", "time": 0.0}
+        )
+        return self
+
+    def stop(self, running: list["ShortLived"], grace_s: float) -> None:
+        pass
+
+    def exits(self) -> dict[str, int | None]:
+        self._looks += 1
+        return {"inference-0": None if self._looks == 1 else 1}
+
+    def last_words(self, process: str) -> str:
+        return "its log"
+
+
+@pytest.mark.parametrize(("mode", "serves", "starts"), [("serve", True, 6), ("serve", False, 3), ("rl", True, 3)])
+def test_the_same_cause_ends_a_fleet_early_only_where_an_engine_never_served(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, mode: str, serves: bool, starts: int
+) -> None:
+    monkeypatch.setattr("prime_hpc.launchers.supervisor.POLL_S", 0.01)
+    recovery = RecoveryConfig(inference=FailurePolicy(max_restarts=5), backoff_s=0.01, backoff_max_s=0.01)
+    unit = ShortLived(paths, serves=serves)
+    supervisor = Supervisor(SimpleNamespace(attempt=1, processes=ENGINE.processes),
+                            RunConfig(mode=mode, recovery=recovery), paths, unit, SILENT, units=[ENGINE])  # fmt: skip
+    assert supervisor.run().kind == "failed"
+    supervisor.stop()
+    assert unit.starts == starts

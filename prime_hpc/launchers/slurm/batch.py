@@ -19,7 +19,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prime_hpc.cluster import secrets
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.lease import EXIT_FENCED, LeaseKeeper
 from prime_hpc.cluster.lease import FILE as LEASE_FILE
@@ -27,6 +26,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import DeadlineExceeded, NodesLost, PrimeHPCError
+from prime_hpc.launchers import credentials
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.slurm.allocation import MAIN, Job, jobs
 from prime_hpc.launchers.slurm.deadline import Deadline
@@ -89,7 +89,7 @@ def run_job(plan: RunPlan, job: Job) -> int:
             interrupted, code, goes_on = "interrupted", EXIT_INTERRUPTED, False
         finally:
             supervisor.stop(interrupted)
-    if goes_on and (reason := deadline.fruitless()):
+    if goes_on and config.mode != "serve" and (reason := deadline.fruitless()):
         view.say(reason)
         return 1
     if goes_on:
@@ -157,14 +157,14 @@ def _measured(view: View, plan: RunPlan, paths: RunPaths, job_id: str) -> View:
 @contextmanager
 def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[LeaseKeeper]:
     """The lease of the attempt and the run's secrets, which exist before it and as long as it."""
-    secrets.create(paths.root)
+    credentials.provide(config, paths.root)
     lease = LeaseKeeper(paths.rendezvous, plan.attempt, config.cluster.lease_s)
     try:
         yield lease
     finally:
         lease.close()
         if lease.held():  # else they are those of a newer attempt
-            secrets.remove(paths.root)
+            credentials.discard(config, paths.root)
 
 
 def _await_main(paths: RunPaths, attempt: int, timeout_s: float) -> RunPlan:

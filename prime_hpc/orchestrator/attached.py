@@ -1,0 +1,111 @@
+"""Engines of another run: what they must be before this run uses them, and the claim on them while it does."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from prime_hpc.cluster.role import Role
+from prime_hpc.config.fleet_checks import KEY
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.models.fingerprint import fingerprint
+
+CLAIM_S = 60.0
+"""A claim that is not renewed ends after this."""
+RENEW_S = 10.0
+ANSWER_S = 10.0
+"""An engine that answers no renewal within this time is passed over until the next."""
+REFUSED, IN_USE = 401, 409
+
+
+class Addressed(Protocol):
+    """An engine as far as it is asked here."""
+
+    name: str
+    base_url: str
+
+
+class Attachment:
+    """The claim of this run on engines that outlive it; with engines of its own, nothing happens here."""
+
+    def __init__(self, role: Role, http: httpx.AsyncClient):
+        self._config, self._http = role.config, http
+        self._model = Path(role.config.model.path)
+        self.holder = str(role.paths.root) if role.config.inference.attach.on else ""
+        """The name of the claim."""
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def claim(self, engines: Sequence[Addressed]) -> None:
+        """Claim all `engines` until `release`, also those that `engines` comes to hold later.
+
+        Raises:
+            ConfigurationError: a problem for each engine that does not answer, refuses the token, is used otherwise, or
+                serves another model, another version or shorter sequences than this run needs.
+        """
+        if not self.holder:
+            return
+        expected = fingerprint(self._model)
+        found = await asyncio.gather(*(self._check(engine, expected) for engine in engines))
+        problems = [problem for problem in found if problem]
+        if problems:
+            await self.release(engines)
+            raise ConfigurationError(problems)
+        self._keeping = asyncio.create_task(self._keep(engines))
+
+    async def release(self, engines: Sequence[Addressed]) -> None:
+        """Give the claim back."""
+        if self._keeping:
+            self._keeping.cancel()
+        if self.holder:
+            await self._claim_all(engines, 0.0)
+
+    async def _keep(self, engines: Sequence[Addressed]) -> None:
+        """Renew the claim until cancelled. An engine that another has claimed since refuses this run's weights."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._claim_all(engines, CLAIM_S)
+
+    async def _claim_all(self, engines: Sequence[Addressed], seconds: float) -> None:
+        await asyncio.gather(*(_answer(self._claim(engine, seconds, ANSWER_S)) for engine in engines))
+
+    def _claim(self, engine: Addressed, seconds: float, timeout_s: float) -> Awaitable[httpx.Response]:
+        body = {"holder": self.holder, "seconds": seconds, "exclusive": self._config.mode == "rl"}
+        return self._http.post(f"{engine.base_url}/prime_hpc/claim", json=body, timeout=timeout_s)
+
+    async def _check(self, engine: Addressed, model: str) -> ConfigProblem | None:
+        reply = await _answer(self._claim(engine, CLAIM_S, self._config.update.timeout_s))
+        where = f"{engine.name} at {engine.base_url}"
+        if isinstance(reply, httpx.HTTPError):
+            return ConfigProblem(KEY, where, f"an engine that answers, not {type(reply).__name__} {reply}")
+        if reply.status_code == REFUSED:
+            return ConfigProblem(KEY, where, "the token of these engines: with `urls`, the one in `token_file`")
+        if reply.status_code == IN_USE:
+            return ConfigProblem(KEY, where, f"an engine that is free; {reply.json()['error']}")
+        if reply.status_code != httpx.codes.OK:
+            return ConfigProblem(KEY, where, f"an engine of this product; it answered {reply.status_code}")
+        return self._compare(where, reply.json(), model)
+
+    def _compare(self, where: str, state: dict[str, Any], model: str) -> ConfigProblem | None:
+        """What is wrong with an engine's state; a run that trains brings weights of its own."""
+        if state["fingerprint"] != model:
+            return ConfigProblem(KEY, where, f"an engine that was started with the model in {self._model}")
+        name, length = self._config.model.served_name, self._config.seq_len
+        if state["model"] != name:
+            return ConfigProblem("model.served_name", name, f"{state['model']}, as {where} has")
+        if state["max_model_len"] < length:
+            return ConfigProblem("seq_len", length, f"at most {state['max_model_len']}, as {where} has")
+        expected = self._config.inference.attach.version
+        if self._config.mode != "rl" and state["version"] != expected:
+            return ConfigProblem(
+                f"{KEY}.version", expected, f"{state['version']}, which {where} serves; or a new fleet"
+            )
+        return None
+
+
+async def _answer(request: Awaitable[httpx.Response]) -> httpx.Response | httpx.HTTPError:
+    try:
+        return await request
+    except httpx.HTTPError as error:
+        return error

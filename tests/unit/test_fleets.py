@@ -1,0 +1,195 @@
+"""Fleets that outlive runs: who may use their engines, what a run checks before that, what its plan leaves out."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from omegaconf import OmegaConf
+
+from prime_hpc.cluster import secrets
+from prime_hpc.cluster.role import Role
+from prime_hpc.config.checks import find_conflicts
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import parse
+from prime_hpc.errors import ConfigurationError, EngineInUse
+from prime_hpc.inference.claims import Claims
+from prime_hpc.inference.protocol import ClaimRequest
+from prime_hpc.launchers import credentials
+from prime_hpc.models.fingerprint import fingerprint
+from prime_hpc.orchestrator.attached import Attachment
+from prime_hpc.orchestrator.fleet import Engine
+from prime_hpc.plan.build import Attempt, build_plan
+from prime_hpc.plan.units import units
+
+ATTACH = "inference.attach.run=/shared/fleet"
+
+
+def make_config(*arguments: str) -> RunConfig:
+    source = "env.train=[{id: prime_hpc.envs.reverse_text}]"
+    return parse(OmegaConf.to_container(OmegaConf.from_dotlist([source, *arguments])))
+
+
+def problems(*arguments: str) -> dict[str, str]:
+    wrong = find_conflicts(make_config("orchestrator.batch_size=16", "orchestrator.group_size=4", *arguments))
+    return {problem.key: problem.expected for problem in wrong if problem.key != "model.path"}
+
+
+def test_many_may_read_and_one_may_write() -> None:
+    now = [0.0]
+    claims = Claims(lambda: now[0])
+    claims.take(ClaimRequest(holder="eval-1", seconds=10))
+    claims.take(ClaimRequest(holder="eval-2", seconds=20))
+    with pytest.raises(EngineInUse, match="eval-1 uses this engine, for another 10 s"):
+        claims.take(ClaimRequest(holder="rl", seconds=10, exclusive=True))
+    now[0] = 11.0
+    with pytest.raises(EngineInUse, match="eval-2"):
+        claims.check("rl")
+    claims.take(ClaimRequest(holder="eval-2", seconds=0))
+    claims.take(ClaimRequest(holder="rl", seconds=10, exclusive=True))
+    claims.check("rl")
+    for holder in ("eval-1", "another"):
+        with pytest.raises(EngineInUse, match="rl uses this engine"):
+            claims.take(ClaimRequest(holder=holder, seconds=10))
+    with pytest.raises(EngineInUse):
+        claims.check("another")
+    now[0] = 22.0
+    claims.take(ClaimRequest(holder="another", seconds=10, exclusive=True))
+
+
+def test_a_fingerprint_tells_models_apart_and_knows_a_copy(tiny_model: Path, tmp_path: Path) -> None:
+    weights, config = (tiny_model / name for name in ("model.safetensors", "config.json"))
+    for name, last in (("copy", weights.read_bytes()[-1:]), ("other", b"\x7f")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(config.read_bytes())
+        (tmp_path / name / weights.name).write_bytes(weights.read_bytes()[:-1] + last)
+    assert fingerprint(tmp_path / "copy") == fingerprint(tiny_model) != fingerprint(tmp_path / "other")
+
+
+def attach(model: Path, replies: list[httpx.Response], *arguments: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is wrong with engines that answer a claim so, and every claim that they were sent."""
+    config, claims = make_config(f"model.path={model}", "seq_len=64", ATTACH, *arguments), []
+    answers = iter(replies)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        claims.append(httpx.Response(200, content=request.content).json())
+        return next(answers) if claims[-1]["seconds"] else httpx.Response(200, json={})
+
+    async def check() -> list[str]:
+        http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        attachment = Attachment(SimpleNamespace(config=config, paths=SimpleNamespace(root=Path("/runs/mine"))), http)
+        try:
+            await attachment.claim([Engine(f"inference-{i}", f"http://e{i}") for i in range(len(replies))])
+        except ConfigurationError as error:
+            return [str(problem) for problem in error.problems]
+        return []
+
+    return asyncio.run(check()), claims
+
+
+def engine_state(directory: Path, **facts: Any) -> httpx.Response:
+    usual = {"fingerprint": fingerprint(directory), "model": "policy", "max_model_len": 64, "version": "0.0"}
+    return httpx.Response(200, json=usual | facts)
+
+
+@pytest.mark.parametrize(("arguments", "exclusive"), [([], True), (["mode=sample"], False)])
+def test_engines_that_fit_are_claimed(tiny_model: Path, arguments: list[str], exclusive: bool) -> None:
+    wrong, claims = attach(tiny_model, [engine_state(tiny_model)] * 2, *arguments)
+    assert (wrong, [claim["exclusive"] for claim in claims]) == ([], [exclusive] * 2)
+    assert {claim["holder"] for claim in claims} == {"/runs/mine"}
+
+
+def test_a_run_that_trains_takes_engines_of_any_version_and_one_that_does_not_only_the_expected_one(
+    tiny_model: Path,
+) -> None:
+    served = engine_state(tiny_model, version="0.7")
+    assert attach(tiny_model, [served])[0] == []
+    assert attach(tiny_model, [served], "mode=sample")[0] == [
+        "inference.attach.version = '0.0': expected 0.7, which inference-0 at http://e0 serves; or a new fleet"
+    ]
+    assert attach(tiny_model, [served], "mode=sample", "inference.attach.version=0.7")[0] == []
+
+
+@pytest.mark.parametrize(("reply", "said"), [
+    (httpx.Response(401), "inference.attach = 'inference-0 at http://e0': expected the token of these engines"),
+    (httpx.Response(409, json={"error": "/runs/b uses it"}), "expected an engine that is free; /runs/b uses it"),
+    (httpx.Response(404), "expected an engine of this product; it answered 404"),
+    ({"fingerprint": "00"}, "expected an engine that was started with the model in"),
+    ({"model": "judge"}, "model.served_name = 'policy': expected judge, as inference-0"),
+    ({"max_model_len": 32}, "seq_len = 64: expected at most 32, as inference-0"),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_line_and_the_claim_is_given_back(
+    tiny_model: Path, reply: httpx.Response | dict[str, Any], said: str
+) -> None:
+    first = engine_state(tiny_model, **reply) if isinstance(reply, dict) else reply
+    (problem,), claims = attach(tiny_model, [first, engine_state(tiny_model)])
+    assert said in problem and "\n" not in problem
+    assert [claim["seconds"] for claim in claims] == [60.0, 60.0, 0.0, 0.0]
+
+
+def test_the_plan_of_an_attached_run_has_no_engines_of_the_policy() -> None:
+    frozen = "frozen.judge.path=/models/judge"
+    for launcher in ("local", "slurm_hetjob", "slurm_linked"):
+        gpus = ["cluster.gpus_per_node=4", "trainer.ranks=4"] if launcher != "local" else []
+        alone = build_plan(make_config(ATTACH, f"launcher.name={launcher}", *gpus), Path("/r"), Attempt(), gpus=0)
+        assert {p.component for p in alone.processes} == {"orchestrator", "environment", "trainer"}
+        assert "inference" not in {group.name for group in alone.groups}
+    judged = build_plan(make_config(ATTACH, frozen), Path("/r"), Attempt(), gpus=0)
+    assert [(p.name, p.frozen) for p in judged.of("inference")] == [("inference-0", "judge")]
+
+
+def test_a_router_is_a_unit_beside_the_first_engine() -> None:
+    arguments = ["mode=serve", "inference.router=builtin", "inference.replicas=3", "cluster.gpus_per_node=2"]
+    plan = build_plan(make_config(*arguments, "launcher.name=slurm_hetjob"), Path("/r"), Attempt(), gpus=0)
+    router = plan.process("router-0")
+    assert (plan.group(router).name, router.node, router.gpus) == ("inference", 0, [])
+    assert router.command[2] == "prime_hpc.inference.router"
+    assert [unit.name for unit in units(plan)] == ["inference-0", "inference-1", "inference-2", "router"]
+
+
+def test_conflicts_of_fleets(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    urls = "inference.attach.urls=[http://e0:1]"
+    assert problems("inference.router=builtin")["inference.router"].startswith("none, except with mode=serve")
+    assert problems(ATTACH) == {
+        "inference.attach.run": "the directory of a run with mode=serve (+experiment=serve)"}  # fmt: skip
+    assert problems(ATTACH, urls) == {"inference.attach": "either run or urls"}
+    assert problems(urls) == {"inference.attach.token_file": "an existing file with the token of the engines"}
+    assert problems(urls, f"inference.attach.token_file={token}") == {}
+    assert "update.transport" in problems(urls, f"inference.attach.token_file={token}", "update.transport=nccl")
+    assert problems("mode=serve", ATTACH)["inference.attach"].startswith("to be left out with mode=serve")
+
+
+def test_a_fleet_keeps_its_token_and_who_attaches_has_the_same(tmp_path: Path) -> None:
+    serve, fleet, mine = make_config("mode=serve"), tmp_path / "fleet", tmp_path / "mine"
+    attached = make_config(f"inference.attach.run={fleet}")
+    with pytest.raises(ConfigurationError, match="the token of a fleet that was started by this user"):
+        credentials.provide(attached, mine)
+    for _ in range(2):
+        credentials.provide(serve, fleet)
+        token = secrets.load(fleet).token
+        credentials.discard(serve, fleet)
+    credentials.provide(attached, mine)
+    assert secrets.load(fleet).token == secrets.load(mine).token == token
+    assert secrets.load(fleet).curve_secret != secrets.load(mine).curve_secret
+    credentials.discard(attached, mine)
+    assert not secrets.secrets_dir(mine).exists() and secrets.token_file(fleet).exists()
+
+
+@pytest.mark.parametrize(("launcher", "mode", "host"), [
+    ("local", "serve", "127.0.0.1"),
+    ("slurm_hetjob", "serve", "0.0.0.0"),
+    ("slurm_single", "rl", "127.0.0.1"),
+])  # fmt: skip
+def test_a_fleet_on_one_node_of_slurm_is_reached_from_others(
+    tmp_path: Path, launcher: str, mode: str, host: str
+) -> None:
+    config = make_config(f"mode={mode}", f"launcher.name={launcher}", "cluster.gpus_per_node=2", "trainer.ranks=1")
+    plan = build_plan(config, tmp_path, Attempt(), gpus=0)
+    credentials.provide(config, tmp_path)
+    role = Role(plan, plan.process("inference-0"))
+    assert (plan.nodes, role.bind_host) == (1, host)
+    assert (role.advertised_host == "127.0.0.1") == (host == "127.0.0.1")
