@@ -17,45 +17,49 @@ from prime_hpc.transport.weights import TensorEntry
 ENTRIES = [TensorEntry("a", "bfloat16", [300, 7]), TensorEntry("b", "float32", [5]), TensorEntry("c", "bfloat16", [])]
 LAYOUT = Layout.of(ENTRIES)
 STALL_S = 5.0
+START_S = 240.0
 BUCKETS = 5
 
 
-def tensors(seed: int) -> list[torch.Tensor]:
+def tensors(seed: int, layout: Layout = LAYOUT) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(entry.shape, generator=generator) for entry in ENTRIES]
+    return [torch.randn(entry.shape, generator=generator) for entry in layout.entries]
 
 
-def receive(address: tuple[str, int], backend: str, rank: int, size: int, device: str, act: Any, answers: Any) -> None:
+def receive(address: tuple[str, int], backend: str, rank: int, size: int, device: str, act: Any, answers: Any,
+            layout: Layout) -> None:  # fmt: skip
     """Take buckets and answer with the sums of their tensors; `act(rank, number)` runs before each."""
-    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=START_S))
     announce(store, "x", rank)
-    link = open_link(backend, store, "x", rank, size, torch.device(device), STALL_S, time.monotonic() + 60)
+    link = open_link(backend, store, "x", rank, size, torch.device(device), STALL_S, time.monotonic() + START_S)
     got = []
     try:
         for number in range(BUCKETS):
             act(rank, number)
-            got.append({name: t.double().sum().item() for name, t in unpack(LAYOUT, link.receive(LAYOUT.nbytes))})
+            got.append({name: t.double().sum().item() for name, t in unpack(layout, link.receive(layout.nbytes))})
     except PrimeHPCError as error:
         answers.put((rank, f"{type(error).__name__}: {error}"))
     else:
         answers.put((rank, got))
 
 
-def exchange(backend: str, devices: list[str], act: Callable[[int, int], None]) -> tuple[dict[int, Any], str | None]:
+def exchange(
+    backend: str, devices: list[str], act: Callable[[int, int], None], layout: Layout = LAYOUT
+) -> tuple[dict[int, Any], str | None]:
     """Send buckets from the first device to the others: their answers, and the error that ended the sending."""
     context, size = get_context("spawn"), len(devices)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
     answers = context.Queue()
     processes = [context.Process(target=receive, args=(("127.0.0.1", store.port), backend, rank, size, devices[rank],
-                                                       act, answers)) for rank in range(1, size)]  # fmt: skip
+                                                       act, answers, layout)) for rank in range(1, size)]  # fmt: skip
     for process in processes:
         process.start()
     announce(store, "x", 0)
     device, failure = torch.device(devices[0]), None
-    link = open_link(backend, store, "x", 0, size, device, STALL_S, time.monotonic() + 60)
+    link = open_link(backend, store, "x", 0, size, device, STALL_S, time.monotonic() + START_S)
     try:
         for number in range(BUCKETS):
-            bucket = pack(LAYOUT, [t.to(device) for t in tensors(number)], device)
+            bucket = pack(layout, [t.to(device) for t in tensors(number, layout)], device)
             link.settle()
             link.post(bucket)
         link.settle()
@@ -63,7 +67,7 @@ def exchange(backend: str, devices: list[str], act: Callable[[int, int], None]) 
         failure = str(error)
         link.close()
     for process in processes:
-        process.join(60)
+        process.join(START_S)
         process.kill()
     found = {}
     while not answers.empty():

@@ -1,10 +1,13 @@
 """One optimiser step's worth of work of a trainer under any division of model and batch, for tests."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.config.loss import GSPOLoss
@@ -12,8 +15,10 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.trainer import ParallelConfig
 from prime_hpc.models.attention import open_attention
 from prime_hpc.models.degrees import choose_degrees
+from prime_hpc.trainer import weights_files
+from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.hf_weights import load_weights, local_part
 from prime_hpc.trainer.loop import forward_backward
 from prime_hpc.trainer.measure import Stopwatch
 from prime_hpc.trainer.model import PackedRow, build_policy
@@ -24,6 +29,7 @@ from prime_hpc.trainer.parallel.context import ContextParallel
 from prime_hpc.trainer.parallel.experts import Journey
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.transport.messages import PolicyVersion, RankBatch
+from prime_hpc.transport.weights import Delta, WeightsManifest, write_manifest
 from tests.trainer_support import make_samples
 
 SAMPLES = (7, 3)
@@ -113,3 +119,50 @@ def check_journey(rank: int, ranks: int, store: Path) -> list[list[int]]:
     expected = torch.stack([rows[i] * (torch.arange(4.0) + 1).repeat_interleave(counts[i])[:, None] for i in range(2)])
     torch.testing.assert_close(scale_by_expert(rows), expected)
     return [counts[rank].tolist(), Journey.of(counts[rank], dist.group.WORLD).counts.tolist()]
+
+
+def fill_at_random(rank: int, ranks: int, store: Path, model: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has of every parameter of a model with random weights, and whether it frees gathered weights."""
+    config = RunConfig()
+    config.model.path, config.trainer.parallel = str(model), ParallelConfig(**parallel)
+    policy = build_policy(config, open_world(rank, ranks, store, config))
+    initialise(policy, seed=0)
+    parts = {name: local_part(parameter.detach()) for name, parameter in policy.named_parameters()}
+    shards = {name: (str(place), local.numpy().copy()) for name, (local, place) in parts.items()}
+    policy(PackedRow(torch.arange(4), torch.arange(4), torch.ones(4), torch.arange(1, 4), [4]))
+    frees = all(isinstance(parameter, DTensor) for parameter in policy.blocks.parameters())
+    return {"shards": shards, "frees": frees}
+
+
+def write_versions(rank: int, ranks: int, store: Path, model: Path, root: Path) -> list[str]:
+    """Write three versions of a model, every weight twice as large as in the one before, the second as a delta only,
+    after a first attempt on a full disk. Returns the names of the files that this rank writes of the last one."""
+    weights_files.LEAST_FILE_BYTES, names = 2**12, []
+    config = RunConfig()
+    config.model.path = str(model)
+    world = open_world(rank, ranks, store, config)
+    policy = build_policy(config, world)
+    load_weights(policy, model)
+
+    def write(path: Path, data: memoryview) -> None:
+        names.append(path.name)
+        path.write_bytes(data)
+
+    def refuse(path: Path, data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, "no space left", path)
+
+    with pytest.raises(OSError, match="no space left"):
+        weights_files.FileWriter(policy, world, "bfloat16", refuse, remember=False).write(root, whole=True)
+    writer = weights_files.FileWriter(policy, world, "bfloat16", write, remember=True)
+    for step, whole in enumerate([True, False, True]):
+        names.clear()
+        weights_files.make_directory(root / f"v0.{step}", world)
+        written = writer.write(root / f"v0.{step}", whole=whole)
+        if world.first:
+            changes = Delta(base=f"0.{step - 1}", files=written.deltas) if step else None
+            write_manifest(root / f"v0.{step}", WeightsManifest(version=f"0.{step}", dtype="bfloat16", whole=whole,
+                                                                files=written.files, delta=changes))  # fmt: skip
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(2)
+    return sorted(names)

@@ -24,6 +24,8 @@ from prime_hpc.config.compose import compose_run
 from prime_hpc.config.run import RunConfig
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.spec import device_peak_flops, train_flops
+from prime_hpc.plan.devices import GIB
+from prime_hpc.plan.memory import trainer_state, trainer_work
 from prime_hpc.trainer.bench import make_batch, measure
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.parallel.mesh import Mesh
@@ -60,7 +62,18 @@ def run_case(case: str, overrides: list[str], world: World) -> dict[str, Any]:
     if case == "plain":
         return measure_plain(config, world)
     config.model.impl = case
-    return measure(config, world, lambda text: print(f"{case}: {text}", flush=True))
+    result = measure(config, world, lambda text: print(f"{case}: {text}", flush=True))
+    return {**result, "planned_gib": planned_gib(config, on_gpu=world.device.type == "cuda")}
+
+
+def planned_gib(config: RunConfig, *, on_gpu: bool) -> dict[str, float]:
+    """What the plan expects of `memory_gib`, the trainer's own report."""
+    state = trainer_state(config, config.model.shape)
+    work = trainer_work(config, config.model.shape, None, on_gpu=on_gpu)
+    held = {"weights": state.pop("weights"), "optimizer": state.pop("optimiser")}
+    transient = sum(state.values()) + sum(work.values())
+    parts = {**held, "transient": transient, "peak": sum(held.values()) + transient}
+    return {name: size / GIB for name, size in parts.items()}
 
 
 def line(case: str, results: dict[str, dict[str, Any]]) -> str:
@@ -68,8 +81,9 @@ def line(case: str, results: dict[str, dict[str, Any]]) -> str:
     result = results[case]
     mfu = f"{result['mfu']:.1%}" if result["mfu"] else "-"
     ratio = result["tokens_per_s"] / results["plain"]["tokens_per_s"] if "plain" in results else float("nan")
-    peak = result["memory_gib"].get("peak", float("nan"))
-    return f"{case:8} {result['tokens_per_s']:10.0f} tokens/s  MFU {mfu}  {peak:6.1f} GiB  {ratio:5.2f} x plain"
+    peak, planned = (result.get(kind, {}).get("peak", float("nan")) for kind in ("memory_gib", "planned_gib"))
+    return (f"{case:8} {result['tokens_per_s']:10.0f} tokens/s  MFU {mfu}  {peak:6.1f} GiB (plan {planned:.1f})  "
+            f"{ratio:5.2f} x plain")  # fmt: skip
 
 
 @contextmanager

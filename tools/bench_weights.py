@@ -1,8 +1,7 @@
-"""What an update of weights costs: `python -m tools.bench_weights updates` and `python -m tools.bench_weights delta`.
+"""What an update of weights costs an engine: `python -m tools.bench_weights`.
 
-`updates` starts a real engine with random weights of a known shape, keeps it busy with requests, and publishes versions
-from a trainer rank in this process, by each transport in turn. `delta` needs no engine: bytes and seconds of a delta
-between two files of bfloat16.
+It starts a real engine with random weights of a known shape, keeps it busy with requests, and publishes versions from a
+trainer rank in this process, by each transport in turn.
 """
 
 import argparse
@@ -15,32 +14,38 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig
 
 from prime_hpc.models.tiny import make_char_tokenizer
-from prime_hpc.transport import delta
 from tools.weights_rig import Load, Rig, rig
 
 SHAPES = {
     "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32, vocab_size=512),
+    "small": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+                  num_key_value_heads=4, head_dim=64, vocab_size=32000),
     "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
                  num_key_value_heads=8, head_dim=128, vocab_size=151936),
     "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
                num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    "3b_moe": dict(model_type="qwen3_moe", hidden_size=2048, moe_intermediate_size=512, num_hidden_layers=12,
+                   num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936, num_experts=64,
+                   num_experts_per_tok=8, norm_topk_prob=True),
 }  # fmt: skip
-"""Dense decoders with a tied head."""
+"""Decoders with a tied head, dense ones of Qwen3 unless another type is said."""
 PROMPT = [1, 4, 5, 6, 7, 2]
 VLLM = {"load_format": "dummy", "enforce_eager": True, "max_num_seqs": 32}
+ON_GPU = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**32}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
-def make_model(directory: Path, shape: str) -> Path:
+def make_model(directory: Path, name: str) -> Path:
     """Configuration and tokenizer of a shape; there are no weights."""
     make_char_tokenizer(directory)
-    config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=2048, eos_token_id=3)
-    config.architectures = ["Qwen3ForCausalLM"]
+    shape = {"model_type": "qwen3", **SHAPES[name]}
+    config = AutoConfig.for_model(**shape, tie_word_embeddings=True, max_position_embeddings=2048, eos_token_id=3)
+    config.architectures = [ARCHITECTURES[shape["model_type"]]]
     config.save_pretrained(directory)
     return directory
 
@@ -75,12 +80,12 @@ async def timed_update(made: Rig, fleet: Any) -> dict[str, float]:
             "pause_s": times.pause_s, "canary": times.canary or 0.0}  # fmt: skip
 
 
-def run_updates(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the engine and measure."""
-    gpus = (options.engine_gpu, options.trainer_gpu) if torch.cuda.is_available() else None
+    gpus = (options.engine_gpus, [options.trainer_gpu]) if torch.cuda.is_available() else None
     if gpus:
         torch.cuda.set_device(0)
-    vllm = {**VLLM, **({"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**32} if gpus else {})}
+    vllm = {**VLLM, **(ON_GPU if gpus else {}), **options.vllm}
     first = "delta" if "delta" in options.transports else "auto"  # an engine keeps a copy of its own for deltas alone
     trainer = {"dtype": "bfloat16" if gpus else "float32", "publish_dtype": "auto"}
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
@@ -95,39 +100,19 @@ def run_updates(options: argparse.Namespace) -> list[dict[str, Any]]:
                 raise
 
 
-def run_delta(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each share of changed elements, of which bfloat16 takes one step up or down."""
-    rng = np.random.default_rng(0)
-    old = (torch.randn(options.mib * 2**19) * 0.02).to(torch.bfloat16).view(torch.int16).numpy()
-    rows = []
-    for share in options.shares:
-        new = old + (rng.random(len(old)) < share) * rng.choice(np.array([-1, 1], np.int16), len(old))
-        before, after = old.view(np.uint8).copy(), new.astype(np.int16).view(np.uint8)
-        begin = time.perf_counter()
-        changes = delta.encode(before, after)
-        encoded = time.perf_counter()
-        delta.apply(before, changes)
-        rows.append({"share": share, "bytes": len(changes) / old.nbytes, "encode_s": encoded - begin,
-                     "apply_s": time.perf_counter() - encoded, "exact": bool((before == after).all())})  # fmt: skip
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["updates", "delta"])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--transports", nargs="+", default=["filesystem", "nccl"])
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--engine-gpu", type=int, default=0)
+    parser.add_argument("--engine-gpus", type=int, nargs="+", default=[0])
+    parser.add_argument("--vllm", type=json.loads, default={}, help="more arguments of vLLM, as a JSON object")
     parser.add_argument("--trainer-gpu", type=int, default=0)
     parser.add_argument("--directory", default=None, help="where versions are written; the system's folder by default")
-    parser.add_argument("--mib", type=int, default=64, help="delta: size of the file")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.1], help="delta: elements that change")
     parser.add_argument("--out", type=Path, help="file for the rows, as JSON")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = str(options.trainer_gpu)  # of this process; the engine has its own
-    rows = run_updates(options) if options.what == "updates" else run_delta(options)
+    rows = run(options)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
 

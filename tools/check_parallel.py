@@ -27,6 +27,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.trainer import ParallelConfig
 from prime_hpc.models.degrees import Degrees, choose_degrees
 from prime_hpc.models.spec import device_peak_flops, train_flops
+from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
@@ -146,7 +147,7 @@ def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     config = make_config(directory, layout, "bfloat16" if on_gpu else "float32")
     world = open_world(layout, config, device)
     policy = build_policy(config, world)
-    fill(policy)
+    initialise(policy, seed=0)
     rows = make_rows([[4096] * 4 if on_gpu else [32, 32]] * ranks, policy.config.to_dict(), device)
     [optimizer] = build_optimizers(policy.named_parameters(), AdamW())
     if on_gpu:
@@ -166,12 +167,6 @@ def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     return {"layout": layout.name, "gpus": world.size, "seconds": seconds, "tokens_per_s": tokens / seconds,
             "mfu": flops / (seconds * peak * world.size) if peak else None,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None}  # fmt: skip
-
-
-def fill(policy: PolicyModel) -> None:
-    """Random weights, each rank its own."""
-    for parameter in policy.parameters():
-        torch.nn.init.normal_(parameter.to_local(), std=0.02 if parameter.ndim > 1 else 1.0)
 
 
 def write_models(root: Path, on_gpu: bool) -> None:

@@ -27,6 +27,7 @@ from prime_hpc.orchestrator.directory import directory_of
 from prime_hpc.orchestrator.fleet import Engine, Fleet, UpdateTimes
 from prime_hpc.plan.run_plan import NodeGroup, ProcessPlan, RunPlan
 from prime_hpc.trainer import distributed
+from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.weights_writer import WeightsWriter
@@ -95,12 +96,7 @@ class Rig:
     def train(self, share: float = 1.0) -> PolicyVersion:
         """Change a share of the elements of every parameter, so little that bfloat16 takes one step."""
         self.step += 1
-        generator = torch.Generator(self.world.device).manual_seed(self.step)
-        with torch.no_grad():
-            for parameter in self.policy.parameters():
-                local = parameter.to_local()
-                chosen = torch.rand(local.shape, generator=generator, device=local.device) < share
-                local.mul_(1 + 2**-7 * chosen)
+        nudge(self.policy, share, self.step)
         return PolicyVersion(0, self.step)
 
     async def update(self, fleet: Fleet, version: PolicyVersion) -> UpdateTimes:
@@ -136,14 +132,14 @@ def rig(
     model: Path,
     *,
     replicas: int = 2,
-    gpus: tuple[int, int] | None = None,
+    gpus: tuple[list[int], list[int]] | None = None,
     random: bool = False,
     inference: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     **update: Any,
 ) -> Iterator[Rig]:
     """Engines and trainer, started but connected to nothing; `inference`, `trainer` and `update` are sections of the
-    configuration. `gpus` are those of engine and trainer, `random` leaves the files of `model` alone."""
+    configuration. `gpus` are those of each engine and of the trainer, `random` leaves the files of `model` alone."""
     plan = _make_plan(root, model, replicas, gpus, inference or {}, trainer or {}, update)
     paths = RunPaths(root)
     for directory in (paths.acks, paths.weights, paths.control):
@@ -159,8 +155,7 @@ def rig(
         world = distributed.join(roles["trainer-0"])
         policy = build_policy(roles["trainer-0"].config, world)
         if random:
-            torch.manual_seed(0)
-            randomise(policy)
+            initialise(policy, seed=0)
         else:
             load_weights(policy, model)
         yield Rig(plan, world, policy, WeightsWriter(roles["trainer-0"], world, policy), roles, engines)
@@ -171,9 +166,9 @@ def rig(
         keeper.close()
 
 
-def _make_plan(root: Path, model: Path, replicas: int, gpus: tuple[int, int] | None, inference: dict[str, Any],
-               trainer: dict[str, Any], update: dict[str, Any]) -> RunPlan:  # fmt: skip
-    engine_gpus, trainer_gpus = ([gpus[0]], [gpus[1]]) if gpus else ([], [])
+def _make_plan(root: Path, model: Path, replicas: int, gpus: tuple[list[int], list[int]] | None,
+               inference: dict[str, Any], trainer: dict[str, Any], update: dict[str, Any]) -> RunPlan:  # fmt: skip
+    engine_gpus, trainer_gpus = gpus or ([], [])
     overrides = {
         "seq_len": 64, "model": {"path": str(model)}, "update": {"timeout_s": 60, "stall_s": 30, **update},
         "trainer": {"device": "cuda" if gpus else "cpu", "threads": 1, **trainer},
@@ -191,14 +186,13 @@ def _make_plan(root: Path, model: Path, replicas: int, gpus: tuple[int, int] | N
 
 
 @torch.no_grad()
-def randomise(policy: PolicyModel) -> None:
-    """Weights of the size that training starts from; norms are ones."""
-    for name, parameter in policy.named_parameters():
-        local = parameter.to_local()
-        if "norm" in name:
-            local.fill_(1)
-        else:
-            local.normal_(0, 0.02)
+def nudge(policy: PolicyModel, share: float, seed: int) -> None:
+    """Change a share of the elements of every parameter, so little that bfloat16 takes one step."""
+    shards = [parameter.to_local() for parameter in policy.parameters()]
+    generator = torch.Generator(shards[0].device).manual_seed(seed)
+    for local in shards:
+        chosen = torch.rand(local.shape, generator=generator, device=local.device) < share
+        local.mul_(1 + 2**-7 * chosen)
 
 
 class Load:

@@ -121,7 +121,7 @@ class TrainerConfig:
     optimizer_offload: bool = False
     """Keep optimiser states in host memory between steps."""
     reshard_after_forward: bool | None = None
-    """Free a block's gathered weights until its backward pass; by default unless there is one rank only."""
+    """Free a block's gathered weights until its backward pass; by default where several ranks share them."""
     gather_once: bool = False
     """Gather weights and reduce gradients once a step rather than for every micro-batch, with both whole on every rank
     meanwhile: 6 bytes a parameter."""

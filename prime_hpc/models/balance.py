@@ -17,8 +17,10 @@ class ExpertLoad:
     def add(self, chosen: list[Tensor]) -> None:
         """Count the experts int64[n, k] that each router chose in one forward pass."""
         if self.routers:
-            pairs = zip(chosen, self.routers, strict=True)
-            counts = torch.stack([count_tokens(layer, router.routing.experts) for layer, router in pairs])
+            experts = self.routers[0].routing.experts
+            layers = torch.stack(chosen)
+            first = experts * torch.arange(len(self.routers), device=layers.device)
+            counts = count_tokens(layers + first[:, None, None], experts * len(first)).unflatten(0, (-1, experts))
             self._load = counts if self._load is None else self._load + counts
 
     def take(self) -> Tensor | None:

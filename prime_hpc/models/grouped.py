@@ -25,7 +25,7 @@ class Dispatch:
     def of(cls, chosen: Tensor, experts: int) -> "Dispatch":
         """From the chosen experts int64[n, k]; pairs of one expert stay in the order of their tokens."""
         order = chosen.flatten().argsort(stable=True)
-        return cls(order, order.argsort(), count_tokens(chosen, experts), chosen.shape[1])
+        return cls(order, invert(order), count_tokens(chosen, experts), chosen.shape[1])
 
     def scatter(self, x: Tensor) -> Tensor:
         """[n, h] to [n * k, h], sorted by expert."""
@@ -65,6 +65,11 @@ class _Unsort(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         return grad.index_select(0, order), None, None
+
+
+def invert(order: Tensor) -> Tensor:
+    """int64[m]: the permutation that undoes `order`; by one write each, where sorting it would take many passes."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def count_tokens(chosen: Tensor, experts: int) -> Tensor:

@@ -18,8 +18,8 @@ ENGINE_RESERVE = 1.2 * GIB
 ENGINE_SHARE = 0.9
 ENGINE_SHARE_BESIDE_TRAINER = 0.4
 CPU_CACHE_BYTES = 128 * 2**20
-FILE_BYTES = 2 * GIB
-"""A file of weights that a rank holds while it writes."""
+FILES_BYTES = 3 * 1000 * 2**20
+"""Files of weights that a rank holds at most: one that is being gathered, two that are being written."""
 CONTEXT = 0.8 * GIB
 """Of a trainer's GPU that is not torch's to allocate: CUDA context, kernels, workspaces of libraries. On an H200 that
 ran full, 139.7 GiB were in use and 138.8 of them allocated or kept by torch."""
@@ -147,7 +147,7 @@ def other_memory(config: RunConfig) -> list[RoleMemory]:
 
 def _written(config: RunConfig, hf_config: HFConfig) -> float:
     published = config.trainer.dtype if config.trainer.publish_dtype == "auto" else config.trainer.publish_dtype
-    return min(FILE_BYTES, BYTES[published] * spec.param_count(hf_config))
+    return min(FILES_BYTES, BYTES[published] * spec.param_count(hf_config))
 
 
 def _sequences(config: RunConfig, hf_config: HFConfig, cache_bytes: float, gpus: int) -> str:

@@ -1,12 +1,13 @@
 """The trainer alone, on made-up batches and random weights: throughput, MFU, where a step's time goes, memory."""
 
 import statistics
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
@@ -16,6 +17,7 @@ from prime_hpc.models.spec import param_count
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.compilation import compilations
 from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.hf_weights import local_part
 from prime_hpc.trainer.loop import forward_backward, open_optimizer
 from prime_hpc.trainer.measure import Stopwatch, peak_flops, performance, summarise
 from prime_hpc.trainer.memory.report import memory_by_category
@@ -51,7 +53,7 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
         this rank in GiB.
     """
     policy = build_policy(config, world)
-    initialise(policy, config.seed + world.rank)
+    initialise(policy, config.seed)
     optimizer = open_optimizer(policy, config, world)
     steps: list[dict[str, float]] = []
     for step in range(1, config.max_steps + 1):
@@ -67,16 +69,17 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
     return {**_facts(config, policy, world), **_figures(median, world), "memory_gib": memory, **compilations()}
 
 
-def initialise(policy: PolicyModel, seed: int) -> None:
-    """Small random matrices, norms of one, and no biases: a shape without a checkpoint."""
-    generator = torch.Generator(policy.head_weight.device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if parameter.ndim > 1:
-                local.normal_(0.0, 0.02, generator=generator)
-            else:
-                local.fill_(0.0 if name.endswith("bias") else 1.0)
+def initialise(policy: nn.Module, seed: int) -> None:
+    """Small random matrices, norms of one, and no biases: a shape without a checkpoint. Each shard has numbers of its
+    own, the same wherever a copy of it lies."""
+    for name, tensor in policy.state_dict().items():
+        local, place = local_part(tensor)
+        if tensor.ndim == 1:
+            local.fill_(0.0 if name.endswith(("bias", "correction")) else 1.0)
+            continue
+        shard = f"{seed} {name} {[part.start for part in place]}"
+        generator = torch.Generator(local.device).manual_seed(zlib.crc32(shard.encode()))
+        local.normal_(0.0, 0.02, generator=generator)
 
 
 def make_batch(config: RunConfig, vocabulary: int, step: int, world: World) -> RankBatch:

@@ -232,7 +232,7 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     policy.context = ContextParallel(world.mesh.cp, trainer.parallel.cp_style)
     divide_blocks(policy.blocks, world.mesh)
     _prepare_blocks(policy, trainer, world)
-    reshard, dtype = _reshards(trainer, world.size), getattr(torch, trainer.dtype)
+    reshard, dtype = _reshards(trainer, world.mesh.degrees.fsdp), getattr(torch, trainer.dtype)
     shard(policy, policy.blocks, world.mesh, dtype, reshard_after_forward=reshard)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
@@ -258,7 +258,8 @@ def _is_one_graph(policy: PolicyModel, mesh: Mesh) -> bool:
 
 
 def _reshards(trainer: TrainerConfig, ranks: int) -> bool:
-    """Whether a block's gathered weights are freed after its forward pass: not where nothing is saved by it."""
+    """Whether a block's gathered weights are freed after its forward pass: not where each of the `ranks` that share a
+    copy has all of it anyway."""
     if trainer.reshard_after_forward is not None:
         return trainer.reshard_after_forward
     return ranks > 1 and not trainer.gather_once

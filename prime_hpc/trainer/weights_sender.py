@@ -5,10 +5,8 @@ engine's link. While a bucket is on its way the next one is gathered, so a rank 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
-
-from torch import Tensor
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import InfrastructureFailure
@@ -19,7 +17,7 @@ from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.weights_files import FileWriter, group
 from prime_hpc.transport.buckets import Layout, digest, pack, sums_of
 from prime_hpc.transport.links import Link, announce, go_key, open_link, ready_key, wait_until
-from prime_hpc.transport.weights import Receiver, Stream, TensorEntry
+from prime_hpc.transport.weights import Receiver, Stream
 
 
 class _Peer(NamedTuple):
@@ -55,7 +53,8 @@ class StreamSender:
     def offer(self) -> Stream:
         """What engines need to know to take part."""
         tensors = dict(named_weights(self._policy))
-        buckets = [[entry for name in names for entry in self._entries(name, tensors[name])] for names in self._groups]
+        buckets = [[entry for name in names for entry in self._files.entries(name, tensors[name])]
+                   for names in self._groups]  # fmt: skip
         return Stream(backend=self._backend, senders=self._senders, ready_s=self._ready_s, stall_s=self._stall_s,
                       buckets=buckets)  # fmt: skip
 
@@ -66,10 +65,10 @@ class StreamSender:
         self._start_together(version)
         tensors, sums = dict(named_weights(self._policy)), []
         for i, names in enumerate(self._groups):
-            gathered = self._gather({name: tensors[name] for name in names})
+            gathered = self._files.gather({name: tensors[name] for name in names})
             if self._peers or self._world.first:
-                layout = Layout.of([entry for name in names for entry in self._entries(name, tensors[name])])
-                bucket = pack(layout, gathered, self._world.device)
+                layout = Layout.of([entry for name in names for entry in self._files.entries(name, tensors[name])])
+                bucket = pack(layout, (tensor for _, tensor in gathered), self._world.device)
                 sums.append(sums_of(layout, bucket))
                 self._each(lambda peer: peer.link.settle())
                 self._each(lambda peer, b=bucket: peer.link.post(b))
@@ -81,16 +80,6 @@ class StreamSender:
         self._each(lambda peer: peer.link.settle())
         lost = [name for part in gather(sorted(mine.keys() - self._peers)) for name in part]
         return Sent(digest(sums), lost)
-
-    def _entries(self, name: str, tensor: Tensor) -> Iterator[TensorEntry]:
-        dtype = str(self._files.published_dtype(tensor)).removeprefix("torch.")
-        for piece in self._policy.conversion.pieces(name, tensor.shape):
-            yield TensorEntry(piece.name, dtype, list(piece.shape(tensor.shape)))
-
-    def _gather(self, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-        """Whole Hugging Face tensors, one native tensor after the other."""
-        for name, tensor in tensors.items():
-            yield from self._policy.conversion.to_hf(name, self._files.whole_tensor(name, tensor)).values()
 
     def _connect(self, receivers: dict[str, Receiver]) -> None:
         """Keep links that are still asked for, open new ones, close the rest; all have the same deadline."""

@@ -157,7 +157,7 @@ class WeightsWriter:
         manifest.delta = Delta(base=self._base, files=written.deltas) if written.deltas and self._base else None
         self._role.patience.write(directory.name, lambda: weights.write_manifest(directory, manifest))
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, path: Path, data: memoryview) -> None:
         self._role.patience.write(path.name, lambda: path.write_bytes(data))
 
     def _clean_up(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from prime_hpc.models.tiny import make_char_tokenizer
 from tests.models_support import save_model
-from tests.parallel_support import accumulate, check_attention, check_journey
+from tests.parallel_support import accumulate, check_attention, check_journey, fill_at_random
 from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
@@ -110,6 +110,21 @@ def test_rows_reach_the_ranks_of_their_experts_and_return(tmp_path):
     first, second = run_ranks(2, check_journey, 2, tmp_path / "store")
     assert first == [[3, 0, 1, 2], [3, 0]]
     assert second == [[0, 0, 4, 2], [5, 4]]
+
+
+@pytest.mark.parametrize(("ranks", "degrees", "frees"), [
+    (2, {"dp_replicate": 2}, False), (2, {"tp": 2}, False), (4, {"tp": 2, "ep": 2}, True),
+])  # fmt: skip
+def test_copies_of_random_weights_are_alike_and_stay_gathered_where_they_are_whole(ranks, degrees, frees, tmp_path):
+    save_model(GLM, tmp_path)
+    results = run_ranks(ranks, fill_at_random, ranks, tmp_path / "store", tmp_path, degrees)
+    assert [result["frees"] for result in results] == [frees] * ranks
+    for name in results[0]["shards"]:
+        by_place: dict[str, np.ndarray] = {}
+        for place, shard in (result["shards"][name] for result in results):
+            np.testing.assert_array_equal(by_place.setdefault(place, shard), shard, err_msg=name)
+        matrices = [shard for shard in by_place.values() if shard.ndim > 1]
+        assert len({shard.tobytes() for shard in matrices}) == len(matrices), name
 
 
 RUNS = [

@@ -104,6 +104,25 @@ def test_gradients_of_the_dispatch_are_those_of_finite_differences():
     dispatch = Dispatch.of(chosen, 4)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(dispatch.scatter, (x,))
+    rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(dispatch.gather, (rows, weights))
+
+
+def test_half_precision_outputs_are_weighted_and_summed_in_float32():
+    """As plain autograd has it, gradients too, over experts that get many tokens and none."""
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.rand(50, 6, generator=generator).topk(3).indices
+    dispatch, upstream = Dispatch.of(chosen, 7), torch.randn(50, 16, generator=generator).bfloat16()
+    rows = torch.randn(150, 16, generator=generator).bfloat16().requires_grad_()
+    weights = torch.rand(50, 3, generator=generator).requires_grad_()
+    expected = (rows[chosen.flatten().argsort(stable=True).argsort()].view(50, 3, 16) * weights[..., None]).sum(1)
+    output = dispatch.gather(rows, weights)
+    assert torch.equal(output, expected.bfloat16())
+    wanted = torch.autograd.grad(expected, [rows, weights], upstream.float())
+    found = torch.autograd.grad(output, [rows, weights], upstream)
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-6, atol=1e-6)
 
 
 def test_a_replayed_model_takes_the_recorded_experts_of_each_layer(tmp_path):

@@ -18,6 +18,7 @@ from prime_hpc.trainer import bench
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.parallel.mesh import Mesh
 from tests.models_support import FAMILY_NAMES, load_native, save_model
+from tools.bench_trainer import planned_gib
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
@@ -48,7 +49,10 @@ def test_figures_are_of_whole_steps_after_the_warm_up(world, monkeypatch):
     assert result["tflops_per_rank"] == pytest.approx(train_flops(config.model.shape, [16] * 7 + [8]) / 2.0 / 1e12)
     assert set(result["seconds"]) == {"forward", "backward", "forward_backward", "optimizer", "step"}
     assert (result["implementation"], result["attention"], result["mfu"]) == ("native", "sdpa", None)
-    assert result["memory_gib"]["optimizer"] == pytest.approx(2 * result["memory_gib"]["weights"], rel=0.01)
+    planned = planned_gib(config, on_gpu=False)
+    for category in ("weights", "optimizer"):
+        assert planned[category] == pytest.approx(result["memory_gib"][category], rel=0.01)
+    assert planned["peak"] == planned["weights"] + planned["optimizer"] + planned["transient"]
 
 
 @pytest.mark.parametrize("impl", ["native", "hf"])

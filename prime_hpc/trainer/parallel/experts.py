@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from prime_hpc.models.grouped import invert
 from prime_hpc.models.moe import Experts
 from prime_hpc.trainer.parallel.collectives import all_to_all
 
@@ -58,7 +59,7 @@ class Journey:
         sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         expert = torch.arange(theirs.shape[1], device=counts.device).repeat(group.size())
         order = expert.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
-        return cls(sent, received, order, order.argsort(), theirs.sum(0), group)
+        return cls(sent, received, order, invert(order), theirs.sum(0), group)
 
     def there(self, rows: Tensor) -> Tensor:
         """[sum(sent), h] of all experts to [sum(received), h] of this rank's, sorted by expert."""
