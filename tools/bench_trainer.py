@@ -25,7 +25,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.spec import device_peak_flops, train_flops
 from prime_hpc.plan.devices import GIB
-from prime_hpc.plan.memory import trainer_state, trainer_work
+from prime_hpc.plan.peak import training_peak
 from prime_hpc.trainer.bench import make_batch, measure
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.parallel.mesh import Mesh
@@ -68,12 +68,11 @@ def run_case(case: str, overrides: list[str], world: World) -> dict[str, Any]:
 
 def planned_gib(config: RunConfig, *, on_gpu: bool) -> dict[str, float]:
     """What the plan expects of `memory_gib`, the trainer's own report."""
-    state = trainer_state(config, config.model.shape)
-    work = trainer_work(config, config.model.shape, None, on_gpu=on_gpu)
-    held = {"weights": state.pop("weights"), "optimizer": state.pop("optimiser")}
-    transient = sum(state.values()) + sum(work.values())
-    parts = {**held, "transient": transient, "peak": sum(held.values()) + transient}
-    return {name: size / GIB for name, size in parts.items()}
+    parts = training_peak(config, config.model.shape, on_gpu=on_gpu)
+    held = {"weights": parts.pop("weights"), "optimizer": parts.pop("optimiser")}
+    transient = sum(parts.values())
+    planned = {**held, "transient": transient, "peak": sum(held.values()) + transient}
+    return {name: size / GIB for name, size in planned.items()}
 
 
 def line(case: str, results: dict[str, dict[str, Any]]) -> str:

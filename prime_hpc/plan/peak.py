@@ -52,14 +52,14 @@ def trained_params(config: RunConfig, hf_config: HFConfig) -> float:
 def kept_activations(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> tuple[list[int], list[int]]:
     """Bytes of each block for one token that its backward pass needs, and of these what is kept from the forward."""
     trainer, width = config.trainer, BYTES[config.trainer.dtype]
-    shared = {"split": trainer.parallel.tp, "compiled": trainer.compile}
+    split, compiled = trainer.parallel.tp, trainer.compile
     packed = on_gpu and trainer.attn == "auto" and trainer.dtype == "bfloat16" and trainer.parallel.cp == 1
     joined = not packed and trainer.attn in ("auto", "sdpa")
     needed = activations.kept_bytes(hf_config, width, norm_kernel(config, hf_config, on_gpu=on_gpu), joined=joined,
-                                    **shared)  # fmt: skip
+                                    split=split, compiled=compiled)  # fmt: skip
     kept = {
         "none": lambda: needed,
-        "selective": lambda: activations.product_bytes(hf_config, width, **shared),
+        "selective": lambda: activations.product_bytes(hf_config, width, split=split, compiled=compiled),
         "full": lambda: activations.input_bytes(hf_config, width),
     }
     return needed, kept[trainer.activation_checkpointing]()

@@ -81,6 +81,7 @@ def application(engine: FakeEngine, model: str) -> Starlette:
             yield b"data: " + msgspec.json.encode({"choices": [{"text": "a"}]}) + b"\n\n"
         yield b"data: " + msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}}) + b"\n\n"
         yield b"data: [DONE]\n\n"
+
     async def chat(request: Request) -> StreamingResponse:
         """The last message reversed, a letter at a time."""
         said = msgspec.json.decode(await request.body())["messages"][-1]["content"]

@@ -59,6 +59,7 @@ def test_processes_of_a_node_load_one_copy_of_the_model(finished: tuple[LocalRun
         assert f"loads its model from {staged}" in finished[1].log(process)
     assert "loads its model from" not in finished[1].log("orchestrator-0") + finished[0].log("trainer-0")
 
+
 def test_engines_that_tell_nothing_of_their_load_are_named(finished: tuple[LocalRun, LocalRun]) -> None:
     log = finished[1].log("orchestrator-0")
     for name in ("inference-0", "inference-1"):

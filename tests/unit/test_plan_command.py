@@ -21,5 +21,5 @@ def test_the_command_prints_estimates_and_starts_nothing(tmp_path: Path, tiny_mo
     lines = shown.stdout.splitlines()
     assert any(line.startswith("trainer rank  2         -") for line in lines)
     assert any(line.startswith("disk: ") for line in lines)
-    assert "nothing was started" in shown.stdout.replace("\n", " ")
+    assert "nothing was started" in " ".join(shown.stdout.split())
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["config.yaml", "plan.json"]
