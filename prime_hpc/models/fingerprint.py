@@ -10,10 +10,11 @@ END_BYTES = 1 << 16
 def fingerprint(model: Path) -> str:
     """Hex digest of config.json and, of every safetensors file, of name, size, and what lies at both ends.
 
-    Copies of a model agree; another shape, another training and, but for luck, another checkpoint of it do not.
+    Copies of a model agree; another shape, another training and, but for luck, another checkpoint of it do not. Names
+    of models that are no directories, as a hub has them, all look alike.
     """
     digest = blake2b(digest_size=16)
-    for path in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
+    for path in sorted([*model.glob("config.json"), *model.glob("*.safetensors")]):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -23,6 +23,7 @@ from prime_hpc.transport.messages import SCHEMA_VERSION, CancelRollout, PolicyVe
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT_STEP = 20
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,8 +53,7 @@ CASES = {
     "choices": (
         ["+experiment=reverse_txt", "launcher=locall", "loss=defalt", "model=qwen", "inference=vllm"],
         [
-            "experiment = 'reverse_txt': expected one of bench_inference, bench_trainer, glm5_swe, reverse_text, "
-            "reverse_text_cpu, reverse_text_sft, reverse_text_sft_cpu; did you mean 'reverse_text'?",
+            f"experiment = 'reverse_txt': expected one of {', '.join(EXPERIMENTS)}; did you mean 'reverse_text'?",
             "launcher = 'locall': expected one of dry_run, local, slurm_hetjob, slurm_linked, slurm_single; "
             "did you mean 'local'?",
             "loss = 'defalt': expected one of aipo, cispo, custom, dapo, default, dr_grpo, grpo, gspo, icepop, ipo, "
@@ -85,9 +85,9 @@ CASES = {
             "port",
             "inference.vllm.port = 8000: expected to be left out: an engine listens where the system has a free port",
             "env.train.0.id = 'prime_hpc.envs.revers_text': expected an installed module of a verifiers taskset; "
-            "bundled are prime_hpc.envs.alphabet_sort, prime_hpc.envs.kuhn_poker, prime_hpc.envs.math, "
-            "prime_hpc.envs.proposer_solver, prime_hpc.envs.reverse_text, prime_hpc.envs.wiki_search, "
-            "prime_hpc.envs.wordle, harbor, nemo_gym, openenv, textarena; "
+            "bundled are prime_hpc.envs.alphabet_sort, prime_hpc.envs.bug_fix, prime_hpc.envs.kuhn_poker, "
+            "prime_hpc.envs.math, prime_hpc.envs.proposer_solver, prime_hpc.envs.reverse_text, "
+            "prime_hpc.envs.wiki_search, prime_hpc.envs.wordle, harbor, nemo_gym, openenv, textarena; "
             "did you mean 'prime_hpc.envs.reverse_text'?",
         ],
     ),

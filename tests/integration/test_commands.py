@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
-
 from prime_hpc.observe.doctor import diagnose
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.plan import run_plan
@@ -25,9 +23,7 @@ def command(verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def kill(run: RunDirectory, process: str) -> None:
-    command_line = [str(run.root / "plan.json"), "--process", process]
-    (found,) = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-3:] == command_line]
-    os.kill(found.pid, signal.SIGKILL)
+    os.kill(run.record(process)["pid"], signal.SIGKILL)
 
 
 def test_resume_goes_on_with_the_saved_configuration(tmp_path: Path, tiny_model: Path) -> None:
