@@ -130,7 +130,7 @@ class _Step:
         trainer = self.config.trainer
         freed = trainer.reshard_after_forward
         if freed is None:
-            freed = trainer_ranks(self.config) > 1 and not trainer.gather_once
+            freed = self._degrees.fsdp > 1 and not trainer.gather_once
         return self._root + sum(self._blocks[max(0, blocks - 2) if freed else 0 : blocks])
 
     def _head(self) -> float:

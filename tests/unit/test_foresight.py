@@ -297,3 +297,9 @@ def test_a_node_that_asks_for_too_little_host_memory_is_named(tmp_path: Path) ->
     short = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gpu": "H200", "memory": "8G"}, trainer={"ranks": 8})
     assert [words.partition(" needs")[0] for words in short.warnings] == ["a node of trainer"]
     assert "raise cluster.components.trainer.memory" in short.warnings[0]
+
+
+def test_weights_that_are_divided_by_heads_alone_stay_gathered() -> None:
+    kept, freed = (trainer_memory(make_config(ranks=2, parallel={"tp": 2}, reshard_after_forward=given), PLAIN,
+                                  on_gpu=True).gpu["gathered weights"] for given in (None, True))  # fmt: skip
+    assert kept > freed
