@@ -31,7 +31,7 @@ class Attachment:
     """The claim of this run on engines that outlive it; with engines of its own, nothing happens here."""
 
     def __init__(self, role: Role, http: httpx.AsyncClient):
-        self._config, self._http = role.config, http
+        self._config, self._http, self._log = role.config, http, role.log
         self._model = Path(role.config.model.path)
         self.holder = str(role.paths.root) if role.config.inference.attach.on else ""
         """The name of the claim."""
@@ -55,20 +55,23 @@ class Attachment:
         self._keeping = asyncio.create_task(self._keep(engines))
 
     async def release(self, engines: Sequence[Addressed]) -> None:
-        """Give the claim back."""
+        """Give the claim back; where an engine does not hear of it, it ends by itself."""
         if self._keeping:
             self._keeping.cancel()
         if self.holder:
-            await self._claim_all(engines, 0.0)
+            await asyncio.gather(*(_answer(self._claim(engine, 0.0, ANSWER_S)) for engine in engines))
 
     async def _keep(self, engines: Sequence[Addressed]) -> None:
         """Renew the claim until cancelled. An engine that another has claimed since refuses this run's weights."""
         while True:
             await asyncio.sleep(RENEW_S)
-            await self._claim_all(engines, CLAIM_S)
+            await asyncio.gather(*map(self._renew, engines))
 
-    async def _claim_all(self, engines: Sequence[Addressed], seconds: float) -> None:
-        await asyncio.gather(*(_answer(self._claim(engine, seconds, ANSWER_S)) for engine in engines))
+    async def _renew(self, engine: Addressed) -> None:
+        reply = await _answer(self._claim(engine, CLAIM_S, ANSWER_S))
+        if isinstance(reply, httpx.HTTPError) or reply.status_code != httpx.codes.OK:
+            said = reply.text if isinstance(reply, httpx.Response) else f"{type(reply).__name__} {reply}"
+            self._log.warning("%s does not take this run's claim: %s", engine.name, said)
 
     def _claim(self, engine: Addressed, seconds: float, timeout_s: float) -> Awaitable[httpx.Response]:
         body = {"holder": self.holder, "seconds": seconds, "exclusive": self._config.mode == "rl"}

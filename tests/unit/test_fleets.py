@@ -1,6 +1,7 @@
 """Fleets that outlive runs: who may use their engines, what a run checks before that, what its plan leaves out."""
 
 import asyncio
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from prime_hpc.inference.claims import Claims
 from prime_hpc.inference.protocol import ClaimRequest
 from prime_hpc.launchers import credentials
 from prime_hpc.models.fingerprint import fingerprint
+from prime_hpc.orchestrator import attached
 from prime_hpc.orchestrator.attached import Attachment
 from prime_hpc.orchestrator.fleet import Engine
 from prime_hpc.plan.build import Attempt, build_plan
@@ -79,7 +81,9 @@ def attach(model: Path, replies: list[httpx.Response], *arguments: str) -> tuple
 
     async def check() -> list[str]:
         http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-        attachment = Attachment(SimpleNamespace(config=config, paths=SimpleNamespace(root=Path("/runs/mine"))), http)
+        attachment = Attachment(
+            SimpleNamespace(config=config, paths=SimpleNamespace(root=Path("/runs/mine")), log=None), http
+        )
         try:
             await attachment.claim([Engine(f"inference-{i}", f"http://e{i}") for i in range(len(replies))])
         except ConfigurationError as error:
@@ -99,6 +103,25 @@ def test_engines_that_fit_are_claimed(tiny_model: Path, arguments: list[str], ex
     wrong, claims = attach(tiny_model, [engine_state(tiny_model)] * 2, *arguments)
     assert (wrong, [claim["exclusive"] for claim in claims]) == ([], [exclusive] * 2)
     assert {claim["holder"] for claim in claims} == {"/runs/mine"}
+
+
+def test_an_engine_that_refuses_to_renew_a_claim_is_named(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attached, "RENEW_S", 0.0)
+    replies = iter([engine_state(tiny_model)])
+    role = SimpleNamespace(config=make_config(f"model.path={tiny_model}", "seq_len=64", ATTACH),
+                           paths=SimpleNamespace(root=Path("/runs/mine")), log=logging.getLogger("mine"))  # fmt: skip
+
+    async def keep() -> None:
+        http = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: next(replies, httpx.Response(409, text="b"))))
+        await Attachment(role, http).claim([Engine("inference-0", "http://e0")])
+        async with asyncio.timeout(30):
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(keep())
+    assert caplog.messages[0] == "inference-0 does not take this run's claim: b"
 
 
 def test_a_run_that_trains_takes_engines_of_any_version_and_one_that_does_not_only_the_expected_one(
