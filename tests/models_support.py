@@ -106,3 +106,12 @@ def _probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> Tensor
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
+    """The n most likely tokens after `prompt`, one after the other."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(n):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

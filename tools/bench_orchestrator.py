@@ -29,6 +29,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from prime_hpc.algorithms.engine_choice import choose
 from prime_hpc.algorithms.packing import pack_batch
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.cluster import secrets
@@ -147,7 +148,7 @@ class Engines:
         self._engines = [Engine(f"inference-{i}", f"http://inference-{i}", serving=True) for i in range(ENGINES)]
 
     async def pick(self) -> Engine:
-        return min(self._engines, key=lambda engine: engine.load)
+        return choose(self._engines)
 
     def suspect(self, engine: Engine) -> None:
         """Nobody was asked."""

@@ -1,14 +1,13 @@
 """An engine on several nodes: the first one answers requests, the others compute for it."""
 
-import socket
 import threading
 import time
 from argparse import Namespace
-from contextlib import closing
 from typing import Any
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import InferenceFailure
+from prime_hpc.inference.server import free_port
 
 MEETING = "meeting"
 PROGRESS_S = 5.0
@@ -53,7 +52,7 @@ def compute(role: Role, args: Namespace) -> None:
 
 def _meeting_place(role: Role) -> dict[str, Any]:
     host = role.bind_host if role.plan.nodes == 1 else _address()
-    return {"master_addr": host, "master_port": _free_port(host), "data_parallel_rpc_port": _free_port(host)}
+    return {"master_addr": host, "master_port": free_port(host), "data_parallel_rpc_port": free_port(host)}
 
 
 def _address() -> str:
@@ -61,11 +60,6 @@ def _address() -> str:
     from prime_hpc.inference import adapter
 
     return adapter.get_ip()
-
-
-def _free_port(host: str) -> int:
-    with closing(socket.create_server((host, 0))) as listener:
-        return listener.getsockname()[1]
 
 
 def _report(role: Role) -> None:

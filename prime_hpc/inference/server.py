@@ -60,6 +60,12 @@ def initial_version(role: Role) -> PolicyVersion:
     return PolicyVersion(lineage=forks[-1].lineage if forks else 0, step=0)
 
 
+def free_port(host: str) -> int:
+    """A port that is free now, for programs that take no socket that is bound already."""
+    with contextlib.closing(bind(host)) as listener:
+        return listener.getsockname()[1]
+
+
 async def serve(role: Role, start: Start, listener: socket.socket) -> None:
     """Start the engine, publish the address once requests are answered, and stay until told to leave."""
     async with start() as (engine, below):

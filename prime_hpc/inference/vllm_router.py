@@ -13,7 +13,7 @@ import httpx
 from prime_hpc.cluster.role import Role, main
 from prime_hpc.errors import ConfigProblem, ConfigurationError, DeadlineExceeded, InferenceFailure
 from prime_hpc.inference.protocol import SESSION_HEADER, STATE
-from prime_hpc.inference.server import bind
+from prime_hpc.inference.server import free_port
 
 MODULE = "vllm_router_rs"
 FOLLOW_S = 1.0
@@ -56,9 +56,9 @@ def settings(host: str, engines: Mapping[str, str]) -> dict[str, Any]:
     """The router's own arguments. It asks the engines whether a client's token is right, and hands it on to them."""
     return {
         "host": host,
-        "port": _free_port(host),
+        "port": free_port(host),
         "prometheus_host": host,
-        "prometheus_port": _free_port(host),
+        "prometheus_port": free_port(host),
         "request_id_headers": [SESSION_HEADER.lower()],
         "worker_urls": list(engines.values()),
         "api_key_validation_urls": [f"{url}{STATE}" for url in engines.values()],
@@ -99,12 +99,6 @@ def _answers(http: httpx.Client) -> bool:
         return http.get("/health").status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
-
-
-def _free_port(host: str) -> int:
-    """A port that is free now; the router takes no socket that is bound already."""
-    with bind(host) as listener:
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.config.inference import InferenceConfig
@@ -17,6 +16,7 @@ from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import seal
 from tests.fake_engine.process import EngineProcess
+from tests.models_support import greedy
 from tools.weights_rig import rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
@@ -59,14 +59,6 @@ def test_streamed_weights_reach_every_rank(
     assert acks[0]["digest"] == acks[1]["digest"]
 
 
-def greedy(model: torch.nn.Module, n: int) -> list[int]:
-    ids = list(PROMPT)
-    with torch.no_grad():
-        for _ in range(n):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(PROMPT) :]
-
-
 def test_every_rank_takes_acknowledges_and_serves_new_weights(engine: EngineProcess, tmp_path: Path) -> None:
     policy = make_tiny_model(tmp_path / "v0.1", seed=1).eval()
     manifest = seal(tmp_path / "v0.1", V1, "float32")
@@ -76,7 +68,7 @@ def test_every_rank_takes_acknowledges_and_serves_new_weights(engine: EngineProc
     assert [(ack["version"], ack["digest"]) for ack in reply["workers"]] == [(str(V1), manifest.digest)] * 2
     assert {path.name for path in (engine.paths.rendezvous / "acks").iterdir()} == {
         "inference-0.rank0.json", "inference-0.rank1.json"}  # fmt: skip
-    wanted = greedy(policy, 8)
+    wanted = greedy(policy, PROMPT, 8)
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(engine.generate, PROMPT, f"s{i}", temperature=0.0, ignore_eos=True, max_tokens=8)
                  for i in range(16)]  # fmt: skip

@@ -28,6 +28,7 @@ from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import checksum
 from prime_hpc.transport.weights import seal
 from tests.fake_engine.process import EngineProcess
+from tests.models_support import greedy
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -103,14 +104,6 @@ def sampled_logprobs(choice: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
 
 
-def greedy(model: torch.nn.Module, n: int) -> list[int]:
-    ids = list(PROMPT)
-    with torch.no_grad():
-        for _ in range(n):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(PROMPT) :]
-
-
 def update_in_flight(server: EngineProcess, root: Path, versions: list[str], kv: str, requests: int,
                      session: str) -> list[dict[str, Any]]:  # fmt: skip
     """Completions of `requests` that run while the engine takes each of `versions`."""
@@ -143,7 +136,7 @@ def test_a_reply_without_a_limit_fills_the_context(restored: EngineProcess) -> N
 
 def test_new_weights_serve(restored: EngineProcess, models: tuple[Path, Models]) -> None:
     root, policies = models
-    wanted = {version: greedy(policies[version], 16) for version in ("0.1", "0.2")}
+    wanted = {version: greedy(policies[version], PROMPT, 16) for version in ("0.1", "0.2")}
     assert wanted["0.1"] != wanted["0.2"]
     n_tensors = len(policies["0.1"].state_dict())
     for version in ("0.2", "0.1", "0.2"):
@@ -213,7 +206,7 @@ def test_corrupt_weights_leave_the_old_ones(
         assert (reply.status_code, reply.json()["type"]) == (422, "CorruptData")
     assert (restored.state()["version"], restored.state()["paused"]) == ("0.1", False)
     choice = restored.generate(PROMPT, temperature=0.0, ignore_eos=True, max_tokens=16)
-    assert choice["token_ids"] == greedy(models[1]["0.1"], 16)
+    assert choice["token_ids"] == greedy(models[1]["0.1"], PROMPT, 16)
 
 
 @pytest.mark.parametrize("defect", ["missing", "reshaped"])
@@ -229,7 +222,7 @@ def test_incomplete_weights_leave_the_old_ones(
     assert (reply.status_code, reply.json()["type"]) == (422, "CorruptData")
     assert name in reply.json()["error"]
     choice = restored.generate(PROMPT, temperature=0.0, ignore_eos=True, max_tokens=16)
-    assert choice["token_ids"] == greedy(models[1]["0.1"], 16)
+    assert choice["token_ids"] == greedy(models[1]["0.1"], PROMPT, 16)
 
 
 def test_only_the_token_opens_routes(server: EngineProcess) -> None:
