@@ -23,7 +23,7 @@ CASES = {"loaded_little": (16, 0), "loaded_fully": (64, 0), "ahead": (16, 2), "f
 OVERRIDES = (
     "launcher=local", "seq_len=64", "orchestrator.batch_size=64", "orchestrator.group_size=4", "trainer.ranks=1",
     "trainer.threads=1", "env.workers=1", "inference.engine=tests.fake_engine", "checkpoint.every=0",
-    "orchestrator.drop_zero_advantage=false", "inference.engine_args={skill0: 0.4, skill_per_version: 0, token_s: 0.1}",
+    "orchestrator.drop_zero_advantage=false", "inference.engine_args={skill0: 0.4, skill_per_version: 0, token_s: 0.3}",
 )  # fmt: skip
 
 
