@@ -26,12 +26,15 @@ def task_arguments(experiment: str) -> dict[str, Any]:
 def write_examples(path: Path, count: int, seed: int, arguments: dict[str, Any], shown: bool = False) -> None:
     """Write `count` rows `{"messages": [user, assistant]}` to the JSONL file `path`.
 
-    With `shown`, every other one has the answer before the question as well, as another message of the user.
+    With `shown`, seven of eight begin with another word, which is their answer then: a demonstration is to be followed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     examples = list(rows(count, seed=SEED_OFFSET + seed, **arguments))
-    for row in examples[::2] if shown else []:
-        row["messages"].insert(0, {"role": "user", "content": row["messages"][-1]["content"]})
+    answers = [row["messages"][-1] for row in examples]
+    for i, row in enumerate(examples if shown else ()):
+        if i % 8:
+            answer = answers[i - 1]
+            row["messages"] = [{**answer, "role": "user"}, row["messages"][0], answer]
     path.write_text("".join(json.dumps(row) + "\n" for row in examples))
 
 
@@ -40,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model and of sft.jsonl")
     parser.add_argument("--rows", type=int, default=30_000, help="examples in sft.jsonl")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and examples")
-    parser.add_argument("--shown", action="store_true", help="half of the examples begin with the answer")
+    parser.add_argument("--shown", action="store_true", help="most examples begin with their answer")
     args = parser.parse_args()
     logging.disable_progress_bar()
     make_tiny_model(args.out, args.seed)
