@@ -20,6 +20,8 @@ MODULES = {
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
+SEEING = ("qwen3_vl",)
+"""Image-text models, all of transformers."""
 EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
 """Any of these in a configuration makes it a mixture of experts."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

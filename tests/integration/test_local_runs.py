@@ -88,7 +88,9 @@ def test_the_end_comes_after_the_last_save_and_evaluation_and_everybody_leaves_a
 def test_records_hold_ids_versions_and_advantages(finished: tuple[LocalRun, LocalRun]) -> None:
     records = list(read_records(record_path(finished[0].root / "rollouts", 1)))
     assert sum(record["samples"][0]["trained"] for record in records) == 16
-    assert len(records) % 4 == 0, "a group whose rewards are all alike is recorded, and another one trained in its place"
+    assert len(records) % 4 == 0, (
+        "a group whose rewards are all alike is recorded, and another one trained in its place"
+    )
     for record in records:
         (sample,) = record["samples"]
         assert sample["token_ids"] and record["reward"] in (0.0, 1.0)
@@ -134,7 +136,7 @@ def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path
     assert code == 0, text
     assert "inference-0 left the rotation" in run.log("orchestrator-0")
     assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
-    manifest, samples = read_batch(run.root / "rollouts", 12)
+    manifest, samples, _ = read_batch(run.root / "rollouts", 12)
     assert manifest.step == 12 and samples, "the base model is not too old for step 12"
     told = [row for row in run.metrics if "concurrency/limit" in row]
     assert "begins with 8 rollouts in flight; the KV caches hold [512] tokens" in run.log("orchestrator-0")
