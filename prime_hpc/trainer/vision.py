@@ -1,12 +1,13 @@
 """What the vision tower of a model needs of a packed row: pixels, grids, and positions on three axes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from prime_hpc.errors import CorruptData
 from prime_hpc.trainer.row import PackedRow
@@ -29,9 +30,12 @@ class ImageReader:
 
     def __init__(self, directory: Path, vision: PreTrainedConfig):
         self._directory = directory
-        self._processor = AutoImageProcessor.from_pretrained(directory)
         self._merge = vision.spatial_merge_size
         self._channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+    @cached_property
+    def _processor(self) -> BaseImageProcessor:
+        return AutoImageProcessor.from_pretrained(self._directory)
 
     def read(self, row: PackedRow) -> Pixels | None:
         """The images of a row in order; None where it has none.

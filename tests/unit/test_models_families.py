@@ -72,3 +72,17 @@ def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
     assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay"]
     config.model.impl = "auto"
     assert find_model_problems(config) == []
+
+
+def test_what_a_model_that_sees_cannot_do_is_refused(tmp_path):
+    config = make_config(tmp_path, "auto", model_type="qwen3_vl")
+    config.lora.rank, config.model.freeze_vision, config.update.kv = 8, False, "keep"
+    assert [problem.key for problem in find_model_problems(config)] == ["model.path", "lora.rank", "update.kv"]
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    config.lora.rank, config.model.freeze_vision = 0, True
+    assert find_model_problems(config) == []
+    config.model.impl = "native"
+    [problem] = find_model_problems(config)
+    assert str(problem).startswith(
+        "model.impl = 'native': expected auto or hf for this model, since qwen3_vl is not among"
+    )
