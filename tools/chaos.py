@@ -91,9 +91,12 @@ def all_cells() -> list[Cell]:
 
 def make_faults(cells: Iterable[Cell]) -> list[Fault]:
     """One fault for each start of each unit; one that is contained shares a start with the next."""
-    faults, restarts = [], Counter[str]()
+    faults, restarts, met = [], Counter[str](), Counter[tuple[str, str, int]]()
     for cell in cells:
-        faults.append(Fault(process=cell.process, point=cell.point, action=cell.action, restart=restarts[cell.unit]))
+        place = cell.process, cell.point, restarts[cell.unit]
+        met[place] += 1
+        faults.append(Fault(process=cell.process, point=cell.point, action=cell.action, restart=restarts[cell.unit],
+                            count=met[place]))  # fmt: skip
         restarts[cell.unit] += not cell.contained
     return faults
 

@@ -23,10 +23,15 @@ def task_arguments(experiment: str) -> dict[str, Any]:
     return config["env"]["train"][0]["args"]
 
 
-def write_examples(path: Path, count: int, seed: int, arguments: dict[str, Any]) -> None:
-    """Write `count` rows `{"messages": [user, assistant]}` to the JSONL file `path`."""
+def write_examples(path: Path, count: int, seed: int, arguments: dict[str, Any], shown: bool = False) -> None:
+    """Write `count` rows `{"messages": [user, assistant]}` to the JSONL file `path`.
+
+    With `shown`, every other one has the answer before the question as well, as another message of the user.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    examples = rows(count, seed=SEED_OFFSET + seed, **arguments)
+    examples = list(rows(count, seed=SEED_OFFSET + seed, **arguments))
+    for row in examples[::2] if shown else []:
+        row["messages"].insert(0, {"role": "user", "content": row["messages"][-1]["content"]})
     path.write_text("".join(json.dumps(row) + "\n" for row in examples))
 
 
@@ -35,10 +40,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model and of sft.jsonl")
     parser.add_argument("--rows", type=int, default=30_000, help="examples in sft.jsonl")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and examples")
+    parser.add_argument("--shown", action="store_true", help="half of the examples begin with the answer")
     args = parser.parse_args()
     logging.disable_progress_bar()
     make_tiny_model(args.out, args.seed)
-    write_examples(args.out / "sft.jsonl", args.rows, args.seed, task_arguments(EXPERIMENT))
+    write_examples(args.out / "sft.jsonl", args.rows, args.seed, task_arguments(EXPERIMENT), args.shown)
 
 
 if __name__ == "__main__":

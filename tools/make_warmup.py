@@ -1,7 +1,7 @@
 """A tiny model and examples to warm it up: `python -m tools.make_warmup EXPERIMENT --out DIR`.
 
 For `alphabet_sort_cpu` the examples are sorted lists, for `kuhn_poker_cpu` open moves at random, so that the model
-knows how to play and not how to win.
+knows how to play and not how to win, for `proposer_solver_cpu` sums, set and done in turn.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from prime_hpc.config.compose import conf_dir
 from prime_hpc.envs.alphabet_sort.taskset import AlphabetSortConfig, AlphabetSortTaskset
 from prime_hpc.envs.kuhn_poker.game import MOVES
 from prime_hpc.envs.kuhn_poker.taskset import CARDS, KuhnPokerConfig, told
+from prime_hpc.envs.proposer_solver.sums import value_of
+from prime_hpc.envs.proposer_solver.taskset import ProposerSolverConfig
 from prime_hpc.models.tiny import make_tiny_model
 
 SEED_OFFSET = 1_000_000
@@ -46,9 +48,20 @@ def open_moves(config: KuhnPokerConfig) -> Iterator[Conversation]:
                for i in range(player, len(made), 2)]  # fmt: skip
 
 
+def sums(config: ProposerSolverConfig) -> Iterator[Conversation]:
+    """A sum of two numbers as the proposer of `proposer_solver` writes it, then the same as the solver does it."""
+    generator = random.Random(config.seed)
+    while True:
+        number, other = (generator.randint(1, config.largest) for _ in range(2))
+        text = f"{number}{generator.choice('+-')}{other}"
+        yield [(config.propose.replace("{number}", str(number)), text)]
+        yield [(config.solve.replace("{sum}", text), str(value_of(text)))]
+
+
 MAKERS: dict[str, tuple[type, Callable[..., Iterator[Conversation]]]] = {
     "alphabet_sort_cpu": (AlphabetSortConfig, sorted_lists),
     "kuhn_poker_cpu": (KuhnPokerConfig, open_moves),
+    "proposer_solver_cpu": (ProposerSolverConfig, sums),
 }
 
 

@@ -116,6 +116,8 @@ class TrainerConfig:
     """Tokens whose logits exist at once; full logits never do."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes anew of every block: nothing, all but matrix products and attention, or all."""
+    activation_checkpointing_every: Positive = 1
+    """Only of every n-th block, from the first on; the others keep all, as far as memory reaches."""
     activation_offload: NonNegative = 0
     """Move kept activations to host memory, this many on their way at once; 0 leaves them on the GPU."""
     optimizer_offload: bool = False

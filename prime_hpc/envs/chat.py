@@ -15,6 +15,11 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
+    async def setup(self, runtime: vf.Runtime) -> None:
+        """A container rewrites addresses for programs inside of it; this one runs in the worker."""
+        await super().setup(runtime)
+        runtime.host_url = _as_it_is  # type: ignore[method-assign]
+
     async def launch(
         self,
         ctx: vf.ModelContext,
@@ -42,6 +47,10 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
         return [*messages, *(message_to_wire(m) for m in prompt or [])]
+
+
+def _as_it_is(url: str) -> str:
+    return url
 
 
 async def ask(endpoint: str, secret: str, body: dict) -> tuple[int, str]:

@@ -113,7 +113,8 @@ class Scheduler:
         doomed = [g for g in self.open.values() if hopeless(g)]
         for group in doomed:
             self.open.pop(group.group_id)
-            self._tasks.pop(group.group_id).cancel()
+            if task := self._tasks.pop(group.group_id, None):  # none before `run` starts those of an earlier start
+                task.cancel()
         waiting = [g for g in self.ready if hopeless(g)]
         self.ready = [g for g in self.ready if not hopeless(g)]
         self.drop(doomed + waiting, reason)

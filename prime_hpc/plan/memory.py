@@ -105,6 +105,8 @@ def engine_memory(config: RunConfig, hf_config: HFConfig, *, gpus: int, device: 
         host = {"process": IDLE["engine on a CPU"], "weights": weights, "KV cache": cache}
         return RoleMemory("engine", replicas, host=host, note=_sequences(config, hf_config, cache, 1))
     host = {"process": IDLE["engine"], "weights being loaded": _written(config, hf_config)}
+    if offloaded := vllm.get("kv_offloading_size"):  # of all ranks of the engine together
+        host["KV cache"] = float(offloaded) * GIB / gpus
     parts = {"weights": weights, "forward": ENGINE_RESERVE}
     if device is None:
         return RoleMemory("engine GPU", replicas * gpus, parts, host)

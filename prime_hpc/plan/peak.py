@@ -62,7 +62,9 @@ def kept_activations(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) ->
         "selective": lambda: activations.product_bytes(hf_config, width, split=split, compiled=compiled),
         "full": lambda: activations.input_bytes(hf_config, width),
     }
-    return needed, kept[trainer.activation_checkpointing]()
+    anew = kept[trainer.activation_checkpointing]()
+    return needed, [anew[i] if i % trainer.activation_checkpointing_every == 0 else whole
+                    for i, whole in enumerate(needed)]  # fmt: skip
 
 
 def norm_kernel(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> NormKernel:

@@ -24,8 +24,8 @@ ROW_BYTES, STEP_BYTES = 55, 64
 """Moved for each parameter by a row, which gathers weights and reduces gradients, and by clipping and AdamW."""
 LAUNCH_S = 0.0047
 """Of a block's forward and backward pass where it is not compiled, however little there is to compute."""
-RECOMPUTE = 4 / 3
-"""Forward passes of activation checkpointing over those without: one more beside the three of forward and backward."""
+RECOMPUTE = 1 / 3
+"""What activation checkpointing of every block adds: one forward pass beside the three of forward and backward."""
 BANDWIDTH_SHARE = 0.6
 """Of a GPU's memory bandwidth that decoding reaches."""
 DECODE_S = 0.017
@@ -97,12 +97,12 @@ def estimate_pace(config: RunConfig, hf_config: HFConfig, workload: Workload, *,
 def train_seconds(config: RunConfig, hf_config: HFConfig, rollouts: int, workload: Workload, device: Device) -> float:
     """Forward, backward and optimiser of a batch, on all ranks: what products take, and what passes through memory."""
     trainer, ranks, parameters = config.trainer, trainer_ranks(config), spec.param_count(hf_config)
-    again = RECOMPUTE if trainer.activation_checkpointing == "full" else 1.0
+    mode, anew = trainer.activation_checkpointing, RECOMPUTE / trainer.activation_checkpointing_every
+    again = 1 + anew * (mode == "full")
     flops = spec.train_flops(hf_config, [ceil(workload.tokens)]) * rollouts * again / ranks
     tokens, rows = rollouts * workload.tokens / ranks, micro_batches(config, rollouts, workload)
     needed, _ = kept_activations(config, hf_config, on_gpu=True)
-    passes = PASSES_COMPILED if trainer.compile else PASSES
-    passes *= 1.0 if trainer.activation_checkpointing == "none" else RECOMPUTE
+    passes = (PASSES_COMPILED if trainer.compile else PASSES) * (1 + anew * (mode != "none"))
     moved = passes * tokens * sum(needed) + parameters * (ROW_BYTES * rows + STEP_BYTES / ranks)
     computing = flops / (device.flops * PRODUCTS) + moved / (device.bandwidth * BANDWIDTH_SHARE)
     return max(computing, 0.0 if trainer.compile else LAUNCH_S * len(needed) * rows)

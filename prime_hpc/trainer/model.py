@@ -286,8 +286,9 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
 def _prepare_blocks(policy: PolicyModel, trainer: TrainerConfig, world: World) -> None:
     """Recomputation goes inside of the compiled graph, copies to the host around it."""
     offload = ActivationOffload(world.device, trainer.activation_offload) if trainer.activation_offload else None
-    for block in policy.blocks:
-        checkpoint_block(block, trainer.activation_checkpointing)
+    for i, block in enumerate(policy.blocks):
+        if i % trainer.activation_checkpointing_every == 0:
+            checkpoint_block(block, trainer.activation_checkpointing)
         if trainer.compile:
             compile_block(block, fullgraph=_is_one_graph(policy, world.mesh))
         if offload:

@@ -88,9 +88,7 @@ def test_the_end_comes_after_the_last_save_and_evaluation_and_everybody_leaves_a
 def test_records_hold_ids_versions_and_advantages(finished: tuple[LocalRun, LocalRun]) -> None:
     records = list(read_records(record_path(finished[0].root / "rollouts", 1)))
     assert sum(record["samples"][0]["trained"] for record in records) == 16
-    assert len(records) % 4 == 0, (
-        "a group whose rewards are all alike is recorded, and another one trained in its place"
-    )
+    assert len(records) % 4 == 0, "a group whose rewards are all alike is there beside the one in its place"
     for record in records:
         (sample,) = record["samples"]
         assert sample["token_ids"] and record["reward"] in (0.0, 1.0)

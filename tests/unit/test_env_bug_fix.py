@@ -3,17 +3,26 @@
 import asyncio
 import io
 import json
+import os
+import shutil
 import sys
 import types
 import unittest
 from pathlib import Path
 
 import pytest
+import verifiers.v1 as vf
 
 from prime_hpc.config.env import RuntimeConfig, SourceConfig
 from prime_hpc.envs.bug_fix.repositories import KNOWN, Repository, repository
+from prime_hpc.envs.chat import ChatHarness
 from prime_hpc.errors import EnvironmentFailure
 from tests.chat_server import Reply, play
+
+VARIABLE = "PRIME_HPC_TEST_IMAGE"
+IMAGE = os.environ.get(VARIABLE, "")
+needs_podman = pytest.mark.skipif(not (IMAGE and shutil.which("podman")),
+                                  reason=f"needs Podman, and an image with Python in {VARIABLE}")  # fmt: skip
 
 APPTAINER = """#!/bin/sh
 echo "$*" >> "{log}"
@@ -109,6 +118,40 @@ def test_in_apptainer_every_command_has_its_limits(tmp_path: Path, monkeypatch: 
     limits = f"sh {900 * 1024} 45 sh -c python3 {repository(3, 0).test_path}"
     assert f'ulimit -v "$1"; shift; exec timeout -s KILL "$@" 2>&1 {limits}' in called
     assert called.splitlines()[-1].startswith("instance stop --force vf-")
+
+
+def test_a_harness_in_the_worker_uses_addresses_as_they_are_whatever_its_runtime() -> None:
+    runtime = types.SimpleNamespace(host_url=lambda url: f"http://127.0.0.1:1/inside/{url}")
+    asyncio.run(ChatHarness(vf.HarnessConfig()).setup(runtime))
+    assert runtime.host_url("http://127.0.0.1:80/v1") == "http://127.0.0.1:80/v1"
+
+
+@pytest.mark.slow
+@needs_podman
+def test_in_a_real_container_a_module_is_mended() -> None:
+    runtime = RuntimeConfig(name="podman", image=IMAGE, options={"memory": 1})
+    source = SourceConfig(id="prime_hpc.envs.bug_fix", args={"command_s": 60}, runtime=runtime)
+    _, tried, *_, mended = answers(source, mending(repository(3, 0)), 1.0)
+    assert tried.endswith("exit status 1") and mended == "written"
+
+
+@pytest.mark.slow
+@needs_podman
+@pytest.mark.parametrize(("command", "said"), [
+    ("sleep 600", "exit status 137"),
+    ("python3 -c 'bytes(10**9)'", "MemoryError"),
+])  # fmt: skip
+def test_in_a_real_container_a_command_has_its_limits(command: str, said: str) -> None:
+    def reply(messages: list[dict]) -> str | dict:
+        if messages[-1]["role"] == "tool":
+            return "No."
+        function = {"name": "run_command", "arguments": json.dumps({"command": command})}
+        return {"content": None, "tool_calls": [{"id": "0", "type": "function", "function": function}]}
+
+    source = SourceConfig(id="prime_hpc.envs.bug_fix", args={"command_s": 3, "memory_mib": 256},
+                          runtime=RuntimeConfig(name="podman", image=IMAGE))  # fmt: skip
+    [told] = answers(source, reply, 0.0)
+    assert said in told
 
 
 def test_a_missing_apptainer_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,13 @@ def test_tensor_and_expert_parallel_engines_share_their_weights() -> None:
     assert engine_memory(halved, moe, gpus=2, device=H200).gpu["weights"] == alone / 4
 
 
+def test_what_an_engine_keeps_on_its_host_is_counted_there_once() -> None:
+    kept = parse({"inference": {"vllm": {"tensor_parallel_size": 2, "kv_offloading_size": 64}}})
+    memory = engine_memory(kept, SIZES, gpus=2, device=H200)
+    assert memory.processes * memory.host["KV cache"] == 64 * GIB
+    assert memory.host_bytes - engine_memory(parse({}), SIZES, gpus=2, device=H200).host_bytes == 32 * GIB
+
+
 def test_checkpoints_on_disk_are_those_that_are_kept_and_the_one_being_written() -> None:
     workload = Workload(10, 10, "made up")
     kept = parse({"max_steps": 100, "checkpoint": {"every": 10, "keep_last": 3, "keep_every": 50}})

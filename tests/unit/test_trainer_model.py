@@ -1,6 +1,7 @@
 """The policy against transformers' own forward and backward in float32."""
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,16 @@ def test_recomputed_blocks_give_the_same_gradients(impl, tmp_path, world):
         gradients.append({n: p.grad.full_tensor() for n, p in policy.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_only_every_nth_block_is_computed_anew(tmp_path, world):
+    save_model("qwen3", tmp_path)
+    policy = load_policy(tmp_path, world, activation_checkpointing="full", activation_checkpointing_every=2)
+    passes = Counter()
+    for i, block in enumerate(policy.blocks):
+        block.mlp.register_forward_pre_hook(lambda *_, i=i: passes.update([i]))
+    policy(make_row(SEQ_LENS, temperature=1.0))[0].square().sum().backward()
+    assert passes == {i: 2 - i % 2 for i in range(len(policy.blocks))} and len(passes) > 1
 
 
 def test_gradients_on_weights_gathered_once_are_those_of_every_micro_batch(tmp_path, world):
