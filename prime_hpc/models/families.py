@@ -73,7 +73,11 @@ def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[Confi
 
 def _seeing(config: RunConfig) -> list[ConfigProblem]:
     """What a model that sees cannot do."""
-    model, problems = config.model, []
+    model, vllm, problems = config.model, config.inference.vllm, []
+    if vllm.get("language_model_only") or dict(vllm.get("limit_mm_per_prompt") or {}).get("image") == 0:
+        key = "language_model_only" if vllm.get("language_model_only") else "limit_mm_per_prompt"
+        expected = "to be left out, as engines take what the policy takes: images, and weights of the vision tower"
+        problems.append(ConfigProblem(f"inference.vllm.{key}", vllm[key], expected))
     if model.path and not any((Path(model.path) / name).exists() for name in IMAGE_PROCESSORS):
         expected = f"a directory with the model's image processor ({IMAGE_PROCESSORS[0]})"
         problems.append(ConfigProblem("model.path", model.path, expected))

@@ -198,17 +198,16 @@ class VisionPolicy(HFPolicy):
 
     def hidden_states(self, part: Part) -> Tensor:
         row, pixels = part.row, self._reader.read(part.row)
-        embedded = self.model.language_model.embed_tokens(row.token_ids)
+        embedded, mask = self.model.language_model.embed_tokens(row.token_ids), None
         features, deep = self._look(pixels or self._reader.blank(), embedded)
-        mask, at = None, row.token_ids.new_zeros(0)
-        if pixels is None:
-            # every rank runs the tower for every row, so that all gather its weights and reduce its gradients alike
-            embedded = embedded + 0.0 * sum(part.sum() for part in (features, *deep))
+        if pixels:
+            places = image_places(row).to(embedded.device)
+            embedded = embedded.index_copy(0, places, features)
+            mask = torch.zeros_like(row.token_ids, dtype=torch.bool).index_fill(0, places, True)[None]
         else:
-            at = image_places(row).to(embedded.device)
-            embedded = embedded.index_copy(0, at, features)
-            mask = torch.zeros_like(row.token_ids, dtype=torch.bool).index_fill(0, at, True)[None]
-        positions = position_ids(self.model, row, pixels and pixels.grids)
+            # every rank runs the tower for every row, so that all gather its weights and reduce its gradients alike
+            embedded = embedded + 0.0 * sum(x.sum() for x in (features, *deep))
+        positions = position_ids(self.model, row, pixels.grids if pixels else None)
         return self.model.language_model(inputs_embeds=embedded[None], position_ids=positions, use_cache=False,
                                          visual_pos_masks=mask, deepstack_visual_embeds=deep if pixels else None,
                                          **self._documents(row)).last_hidden_state[0]  # fmt: skip
