@@ -57,7 +57,7 @@ def test_what_was_sampled_before_images_is_trained_before_the_same_images(tmp_pa
                    "trainer.ranks=2", "model.freeze_vision=false", "optimizer.lr=1e-3",
                    "orchestrator.max_staleness=0",
                    "inference.vllm.max_num_seqs=16")  # fmt: skip
-    code, text = run.wait(900)
+    code, text = run.wait(1800)
     assert code == 0, text
     assert run.summary["steps"] == 2
     for row in (row for row in run.metrics if "loss" in row):
