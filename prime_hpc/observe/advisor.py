@@ -1,7 +1,9 @@
 """From what a run measured to a better balance of engines, trainer and staleness, as overrides to paste."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +60,13 @@ def advise(run_dir: Path, plan: RunPlan) -> Advice | None:
 
 def read_timings(paths: RunPaths, rows: list[Row]) -> Timings | None:
     """Durations from the metrics of settled steps and from rollout records; None without either."""
-    rollouts = list(_rollout_seconds(paths))
-    if len(rows) < 2 or not rollouts:
+    groups = _rollout_seconds(paths)
+    if len(rows) < 2 or not groups:
         return None
     compute = [sum(row[name] for name in COMPUTE) for row in rows]
     fixed = [row["time/step"] - row.get(WAITING, 0.0) - busy for row, busy in zip(rows, compute, strict=True)]
     pauses = [row["update/pause_s"] for row in rows if row.get("update/pause_s") is not None]
-    return Timings(rollouts, compute, fixed, float(np.mean(pauses)) if pauses else 0.0)
+    return Timings(groups, compute, fixed, float(np.mean(pauses)) if pauses else 0.0)
 
 
 def setting_of(config: RunConfig) -> Setting:
@@ -101,8 +103,12 @@ def _nodes(config: RunConfig, engines: int, trainer: int) -> list[str]:
     return [f"cluster.components.{name}.nodes={count}" for name, (old, count) in wanted.items() if old]
 
 
-def _rollout_seconds(paths: RunPaths) -> Iterator[float]:
+def _rollout_seconds(paths: RunPaths) -> list[list[float]]:
+    """Of the rollouts that ended well, group by group."""
     names = [name for name in list_fresh(paths.rollouts) if name.endswith(SUFFIX) and not name.startswith(".")]
     newest = sorted(names, key=lambda name: int(name.removeprefix("step_").removesuffix(SUFFIX)))[-RECORDS:]
-    for name in newest:
-        yield from (record["seconds"] for record in read_records(paths.rollouts / name) if record["failure"] is None)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for record in chain.from_iterable(read_records(paths.rollouts / name) for name in newest):
+        if record["failure"] is None:
+            groups[record["rollout_id"].rpartition("-")[0]].append(record["seconds"])
+    return list(groups.values())

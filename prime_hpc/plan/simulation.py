@@ -12,10 +12,10 @@ WARM_UP = 0.2
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds, as measured: of single rollouts; of steps, the part that more ranks share and the rest (publishing,
-    saving); of the engines' pause for an update."""
+    """Seconds, as measured: of the rollouts of each group, which are alike since their task is the same; of steps, the
+    part that more ranks share and the rest (publishing, saving); of the engines' pause for an update."""
 
-    rollouts: list[float]
+    groups: list[list[float]]
     compute: list[float]
     fixed: list[float]
     pause: float
@@ -109,7 +109,8 @@ class _Run:
             if left == 0:
                 self.ready += self.setting.group_size
 
-        for seconds in self.rng.choice(self.timings.rollouts, left):
+        group = self.timings.groups[self.rng.integers(len(self.timings.groups))]
+        for seconds in self.rng.choice(group, left, replace=len(group) < left):
             self._after(seconds, finished)
 
     def _step_done(self) -> None:

@@ -17,7 +17,7 @@ from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.simulation import Setting, Timings, simulate
 from tests.unit.run_dirs import START, RunDir
 
-STEADY = Timings(rollouts=[2.0], compute=[1.0], fixed=[0.0], pause=0.0)
+STEADY = Timings(groups=[[2.0]], compute=[1.0], fixed=[0.0], pause=0.0)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_energy_is_that_of_all_jobs_where_slurm_measures_it(
     (Setting(8, 4, max_inflight=4, max_staleness=8), STEADY, 4.0),  # half of a batch at once
     (Setting(8, 4, max_inflight=16, max_staleness=8), STEADY, 1.0),  # training is the slower side
     (Setting(8, 4, max_inflight=16, max_staleness=8, ranks=0.5), STEADY, 2.0),
-    (Setting(8, 4, 16, 8, ranks=0.5), Timings([2.0], [1.0], [0.5], 0.0), 2.5),  # what is fixed is not shared out
+    (Setting(8, 4, 16, 8, ranks=0.5), Timings([[2.0]], [1.0], [0.5], 0.0), 2.5),  # what is fixed is not shared out
 ])  # fmt: skip
 def test_steady_runs_have_the_pace_of_their_slower_side(setting, timings, step_s) -> None:
     assert simulate(setting, timings).step_s == pytest.approx(step_s)
@@ -93,8 +93,14 @@ def test_idle_shares_of_a_synchronous_run() -> None:
     assert (outcome.trainer_idle, outcome.engines_idle) == pytest.approx((2 / 3, 1 / 3), abs=0.01)
 
 
+def test_rollouts_of_a_group_take_as_long_as_those_of_a_measured_one() -> None:
+    """Drawn one by one, nearly every group would have a slow one among its four."""
+    two_kinds = Timings([[1.0] * 4, [3.0] * 4], [0.0], [0.0], 0.0)
+    assert simulate(Setting(4, 4, 4, max_staleness=0), two_kinds, steps=2000).step_s == pytest.approx(2.0, rel=0.05)
+
+
 def test_pauses_for_updates_hold_rollouts_up() -> None:
-    held = Timings([2.0], [0.5], [0.0], pause=1.0)
+    held = Timings([[2.0]], [0.5], [0.0], pause=1.0)
     assert simulate(Setting(8, 4, 8, max_staleness=8), held).step_s == pytest.approx(3.0)
 
 
@@ -106,7 +112,8 @@ def measured_run(root: Path, **sections: Any) -> Any:
     rows = [{"step": i, "time": 0.0, "loss": 0.0, "time/step": 3.0, "time/wait_for_batch": 2.0, "update/pause_s": 0.0,
              "time/forward_backward": 0.9, "time/optimizer": 0.1} for i in range(1, 9)]  # fmt: skip
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    records = b"".join(msgspec.json.encode({"seconds": s, "failure": f}) + b"\n" for s, f in ((2.0, None), (9.0, "x")))
+    records = b"".join(msgspec.json.encode({"rollout_id": f"g-{i}", "seconds": s, "failure": f}) + b"\n"
+                       for i, (s, f) in enumerate(((2.0, None), (9.0, "x"))))  # fmt: skip
     (root / "rollouts" / "step_1.jsonl.zst").write_bytes(zstandard.compress(records))
     return plan
 
