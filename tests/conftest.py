@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.models.tiny import make_tiny_model
+from prime_hpc.models.tiny_vision import make_vision_model
 from tests.disks import mounted
 
 # a shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts
@@ -26,6 +27,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny Qwen3 of seed 0 with its character tokenizer; tests must not write to it."""
     path = tmp_path_factory.mktemp("tiny_model")
     make_tiny_model(path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny Qwen3-VL of seed 0 with its tokenizer and image processor; tests must not write to it."""
+    path = tmp_path_factory.mktemp("tiny_vision_model")
+    make_vision_model(path, seed=0)
     return path
 
 

@@ -21,13 +21,14 @@ from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights, local_part
 from prime_hpc.trainer.loop import forward_backward
 from prime_hpc.trainer.measure import Stopwatch
-from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.optim import WHOLE
 from prime_hpc.trainer.parallel.clip import clip_gradients
 from prime_hpc.trainer.parallel.collectives import sum_over
 from prime_hpc.trainer.parallel.context import ContextParallel
 from prime_hpc.trainer.parallel.experts import Journey
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.row import PackedRow
 from prime_hpc.transport.messages import PolicyVersion, RankBatch
 from prime_hpc.transport.weights import Delta, WeightsManifest, write_manifest
 from tests.trainer_support import make_samples

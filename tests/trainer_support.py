@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from prime_hpc.config.schema import to_dict
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
 from prime_hpc.trainer import loop
 from prime_hpc.transport.arrays import Array
+from prime_hpc.transport.images import images_of
 from prime_hpc.transport.messages import BatchRequest, PolicyVersion, RankBatch, Sample, StepReport, decode, encode
 from tests.ranks import run_ranks
 
@@ -48,16 +50,23 @@ class TrainerRun:
         return RunPaths(Path(self.plan.run_dir))
 
     def record(
-        self, steps: int, *, poison: int | None = None, samples: Callable[[int], list[Sample]] | None = None
+        self,
+        steps: int,
+        *,
+        poison: int | None = None,
+        samples: Callable[[int], list[Sample]] | None = None,
+        images: Mapping[str, bytes] = MappingProxyType({}),
     ) -> "TrainerRun":
-        """Write batches 1 to `steps` of `samples`; batch `poison` has advantages that are not a number."""
+        """Write batches 1 to `steps` of `samples`, which show `images`; batch `poison` has advantages that are not a
+        number."""
         parallel = self.plan.config["trainer"]["parallel"]
         ranks = len(self.plan.of("trainer")) // (parallel["cp"] * parallel["tp"])
         for step in range(1, steps + 1):
             batch_samples = samples(step) if samples else make_samples(step, nan=step == poison)
             for rank, micro_batches in enumerate(pack(batch_samples, ranks, self.plan.config["seq_len"])):
                 batch = RankBatch(step=step, rank=rank, micro_batches=micro_batches, journal_offset=100 * step,
-                                  sample_ids=[s.sample_id for s in batch_samples])  # fmt: skip
+                                  sample_ids=[s.sample_id for s in batch_samples],
+                                  images=images_of(micro_batches, images))  # fmt: skip
                 path = self.paths.batches / f"step_{step}" / f"rank_{rank}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(b"\n".join(encode(batch)))
@@ -124,13 +133,15 @@ def make_run(
     *,
     ranks: int = 1,
     impl: str = "auto",
+    freeze_vision: bool = True,
     attempt: int = 1,
     checkpoint_path: Path | None = None,
     forks: list[Fork] | None = None,
     **overrides: Any,
 ) -> TrainerRun:
     """A run at `root` that trains `model`; `overrides` are sections of the configuration."""
-    config = OmegaConf.merge(to_dict(RunConfig()), BASE, {"model": {"path": str(model), "impl": impl}}, overrides)
+    policy = {"path": str(model), "impl": impl, "freeze_vision": freeze_vision}
+    config = OmegaConf.merge(to_dict(RunConfig()), BASE, {"model": policy}, overrides)
     processes = [ProcessPlan(name=f"trainer-{rank}", component="trainer", index=rank, node=0, command=[], log="")
                  for rank in range(ranks)]  # fmt: skip
     for directory in ("rendezvous/acks", "weights", "checkpoints"):

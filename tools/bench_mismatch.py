@@ -22,7 +22,8 @@ from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.trainer.hf_weights import load_weights
-from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.model import build_policy
+from prime_hpc.trainer.row import PackedRow
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import MicroBatch, PolicyVersion, RoutedExperts, Sample
 from tools.bench_weights import ON_GPU, SHAPES, VLLM, make_model

@@ -5,6 +5,7 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from prime_hpc.algorithms.staleness import single_version
 from prime_hpc.config.run import RunConfig
 from prime_hpc.models.spec import train_flops
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, RoutedExperts, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, ImageSpan, MicroBatch, RoutedExperts, Sample, whole_images
 
 Cost = Callable[[list[int]], float]
 """Work of one row that holds sequences of these lengths, in any unit."""
@@ -25,8 +26,8 @@ SWAPS_PER_RANK = 8
 def pack(samples: list[Sample], ranks: int, max_tokens: int, cost: Cost | None = None) -> list[list[MicroBatch]]:
     """Micro-batches of each of `ranks` ranks: as many for each, of at most `max_tokens` tokens, with like work.
 
-    Longer samples are cut. Where there are too few samples for the ranks, the rest is filled with dummies: copies
-    with an empty mask. `cost` is the number of tokens when left out.
+    Longer samples are cut, never within an image. Where there are too few samples for the ranks, the rest is filled
+    with dummies: copies with an empty mask. `cost` is the number of tokens when left out.
 
     Raises:
         ValueError: no samples, or a token without what its component needs: an advantage, or the reference's
@@ -34,7 +35,7 @@ def pack(samples: list[Sample], ranks: int, max_tokens: int, cost: Cost | None =
     """
     if not samples:
         raise ValueError("a batch without samples cannot be packed")
-    lengths = [min(len(sample.token_ids), max_tokens) for sample in samples]
+    lengths = [_length(sample, max_tokens) for sample in samples]
     cost = cost or (lambda row: float(sum(row)))
     shortest = samples[int(np.argmin(lengths))]
     return [
@@ -158,7 +159,12 @@ def _dummy(sample: Sample, max_tokens: int) -> MicroBatch:
     empty = np.zeros(len(micro.mask))
     micro.mask, micro.advantages = Array.of(empty, "bool"), Array.of(empty, "f4")
     micro.rl_weights = micro.ce_weights = micro.ref_kl_weights = micro.ref_logprobs = None
+    micro.images = []
     return micro
+
+
+def _length(sample: Sample, max_tokens: int) -> int:
+    return whole_images(sample.images, min(len(sample.token_ids), max_tokens))[0]
 
 
 def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
@@ -181,7 +187,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
     samples = sorted(samples, key=lambda sample: sample.adapter)
     for sample in samples:
         _check_complete(sample)
-    lengths = [min(len(sample.token_ids), max_tokens) for sample in samples]
+    lengths = [_length(sample, max_tokens) for sample in samples]
     versions = [_comparable_versions(sample)[:n] for sample, n in zip(samples, lengths, strict=True)]
     return MicroBatch(
         token_ids=stream("token_ids", "i4"),
@@ -198,6 +204,7 @@ def _join(samples: list[Sample], max_tokens: int) -> MicroBatch:
         ref_kl_weights=optional("ref_kl_weights", 0.0),
         ref_logprobs=optional("ref_logprobs", 0.0),
         routed_experts=_join_routing(samples, lengths),
+        images=_join_images(samples, lengths),
     )
 
 
@@ -210,6 +217,14 @@ def _join_routing(samples: list[Sample], lengths: list[int]) -> RoutedExperts | 
     parts = [record.numpy()[:n] if record else np.full((n, *shape), -1, dtype=np.int16)
              for record, n in zip(records, lengths, strict=True)]  # fmt: skip
     return RoutedExperts.of(np.concatenate(parts))
+
+
+def _join_images(samples: list[Sample], lengths: list[int]) -> list[ImageSpan]:
+    """The images of all samples, where they lie in the row."""
+    starts = [0, *accumulate(lengths)]
+    return [ImageSpan(start + image.start, image.length, image.digest)
+            for sample, n, start in zip(samples, lengths, starts, strict=False)
+            for image in whole_images(sample.images, n)[1]]  # fmt: skip
 
 
 def _check_complete(sample: Sample) -> None:

@@ -76,7 +76,8 @@ def _model(config: RunConfig) -> Iterator[ConfigProblem]:
     if model is None:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
-    limit = next((model[key] for key in LENGTH_KEYS if key in model), None)
+    text = model.get("text_config", model)
+    limit = next((text[key] for key in LENGTH_KEYS if key in text), None)
     if limit and config.seq_len > limit and config.mode != "bench":
         yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
     if "tokenizer_config.json" not in absent and config.mode != "bench":

@@ -44,6 +44,8 @@ class ModelConfig:
     """The model name in requests."""
     impl: Literal["auto", "native", "hf"] = "auto"
     """The trainer's implementation: our own (native), or that of transformers; auto takes native where there is one."""
+    freeze_vision: bool = True
+    """Of a model that sees: leave its vision tower as it is and train the rest."""
 
 
 @dataclass(kw_only=True)

@@ -10,9 +10,19 @@ import verifiers.v1 as vf
 
 from prime_hpc.algorithms.routing import Span, echo_weights
 from prime_hpc.envs.failures import failure_of_episode, last_call_error
+from prime_hpc.envs.images import Gallery, name_images
 from prime_hpc.envs.stamps import token_versions
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, Failure, Rollout, RoutedExperts, RunRollout, Sample, Seat
+from prime_hpc.transport.messages import (
+    NOT_SAMPLED,
+    Failure,
+    Rollout,
+    RoutedExperts,
+    RunRollout,
+    Sample,
+    Seat,
+    whole_images,
+)
 from prime_hpc.transport.stamps import Stamp
 
 
@@ -34,6 +44,9 @@ def make_rollout(
     gives cross-entropy weights of what the environment said, by role.
 
     With several policy traces the reward is their mean, as it is one rollout's, and each has a seat with its own.
+
+    Raises:
+        ImageNotTrained: the policy was shown an image that cannot be kept with its tokens; an evaluation keeps none.
     """
     traces = policy_traces(episode, request.model)
     rollout = Rollout(
@@ -48,14 +61,14 @@ def make_rollout(
         seconds=seconds,
     )
     rollout.failure = failure_of_episode(episode) or _invalid_reward(traces)
-    if rollout.failure is None and not request.evaluate:
-        rollout.failure = _images(traces)
     if rollout.failure is None:
+        gallery = None if request.evaluate else Gallery(traces)
+        rollout.images = gallery.encoded if gallery else {}
         rollout.reward = fmean(t.reward for t in traces)
         rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
         rollout.metrics = _means(traces, lambda t: {name: m for name, m in t.metrics.items() if m is not None})
         for trace in traces:
-            samples, cut = make_samples(trace, stamps[trace.id], source, seq_len, echo)
+            samples, cut = make_samples(trace, stamps[trace.id], source, seq_len, echo, gallery)
             rollout.samples += samples
             rollout.truncated |= cut
             if len(traces) > 1:
@@ -67,11 +80,20 @@ def make_rollout(
 
 
 def make_samples(
-    trace: vf.Trace, stamps: list[Stamp], source: str, seq_len: int, echo: Mapping[str, float] | None = None
+    trace: vf.Trace,
+    stamps: list[Stamp],
+    source: str,
+    seq_len: int,
+    echo: Mapping[str, float] | None = None,
+    gallery: Gallery | None = None,
 ) -> tuple[list[Sample], bool]:
     """One sample for every branch with a token to train, without ids yet, and whether one was cut to `seq_len`.
 
-    A message that several branches share is trained in the first; to the others it is context.
+    A message that several branches share is trained in the first; to the others it is context. `gallery` holds the
+    images of the trace; a cut splits none of them.
+
+    Raises:
+        ImageNotTrained: placeholders and images of a message do not fit.
     """
     sampled = [node for node in trace.nodes if node.sampled]
     completions = [np.asarray(node.token_ids, dtype=np.int32)[np.asarray(node.mask, dtype=bool)] for node in sampled]
@@ -79,20 +101,22 @@ def make_samples(
     trained: set[int] = set()
     samples, cut = [], False
     for branch in (b for b in trace.branches if b.trainable):
-        sample = _sample(branch, versions, trained, source, seq_len, _temperature(trace))
+        length, images = whole_images(gallery.spans(branch) if gallery else [], seq_len)
+        sample = _sample(branch, versions, trained, source, length, _temperature(trace))
+        sample.images = images
         if echo and (weights := echo_weights([_span(node, trained) for node in branch.nodes], echo)) is not None:
-            sample.ce_weights = Array.of(weights[:seq_len], "f4")
+            sample.ce_weights = Array.of(weights[:length], "f4")
         trained.update(id(node) for node in branch.nodes)
         if sample.mask.numpy().any():
             samples.append(sample)
-            cut |= len(branch.token_ids) > seq_len
+            cut |= len(branch.token_ids) > length
     return samples, cut
 
 
 def conversation(episode: vf.Episode) -> str:
-    """The messages of the first trace's final branch, as JSON."""
+    """The messages of the first trace's final branch, as JSON, without the pixels of images."""
     messages = episode.traces[0].messages if episode.traces else []
-    return json.dumps([m.model_dump(mode="json", exclude_none=True) for m in messages])
+    return json.dumps(name_images([m.model_dump(mode="json", exclude_none=True) for m in messages]))
 
 
 def _span(node: vf.MessageNode, trained: set[int]) -> Span:
@@ -113,7 +137,7 @@ def _seat(trace: vf.Trace, num_samples: int) -> Seat:
 
 
 def _sample(
-    branch: vf.Branch, versions: dict[int, np.ndarray], trained: set[int], source: str, seq_len: int, temperature: float
+    branch: vf.Branch, versions: dict[int, np.ndarray], trained: set[int], source: str, length: int, temperature: float
 ) -> Sample:
     sampled = np.asarray(branch.sampled_mask, dtype=bool)
     stream = np.full(len(sampled), NOT_SAMPLED, dtype=np.int64)
@@ -124,12 +148,12 @@ def _sample(
     return Sample(
         sample_id="",
         source=source,
-        token_ids=Array.of(branch.token_ids[:seq_len], "i4"),
-        mask=Array.of(mask[:seq_len], "bool"),
-        logprobs=Array.of(branch.logprobs[:seq_len], "f4"),
-        versions=Array.of(stream[:seq_len], "i8"),
+        token_ids=Array.of(branch.token_ids[:length], "i4"),
+        mask=Array.of(mask[:length], "bool"),
+        logprobs=Array.of(branch.logprobs[:length], "f4"),
+        versions=Array.of(stream[:length], "i8"),
         temperature=temperature,
-        routed_experts=None if experts is None else RoutedExperts.of(experts[:seq_len]),
+        routed_experts=None if experts is None else RoutedExperts.of(experts[:length]),
     )
 
 
@@ -149,16 +173,6 @@ def _invalid_reward(traces: list[vf.Trace]) -> Failure | None:
     if not traces:
         message = "no trace of the policy: every seat is untrainable or plays another model"
         return Failure(kind="environment", type="InvalidReward", message=message)
-    return None
-
-
-def _images(traces: list[vf.Trace]) -> Failure | None:
-    """What the policy saw must be all in its tokens: those that stand for an image do not hold it."""
-    for trace in traces:
-        contents = [message.content for message in trace.messages if isinstance(message.content, list)]
-        if any(part.type == "image_url" for content in contents for part in content):
-            message = f"{trace.agent.name} was shown an image, which no trainer takes: train on text, or evaluate only"
-            return Failure(kind="environment", type="ImageNotTrained", message=message)
     return None
 
 

@@ -56,9 +56,12 @@ class Scorer:
         """Give every sample its `ref_logprobs`, as if the tokens of `hint` stood before it.
 
         Raises:
-            EnvironmentFailure: a sample with its hint is longer than the reference takes.
+            EnvironmentFailure: a sample shows an image, or with its hint is longer than the reference takes.
             InferenceFailure: the reference does not answer.
         """
+        if any(sample.images for sample in samples):
+            raise EnvironmentFailure("a reference scores tokens alone, and the policy was shown an image: train this "
+                                     "source with an algorithm and a loss that need no reference")  # fmt: skip
         scores = await asyncio.gather(*(
             self.score(endpoint, [*hint, *sample.token_ids.numpy().tolist()], salt) for sample in samples
         ))  # fmt: skip

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from fastapi import FastAPI
 from vllm import exceptions as vllm_exceptions
 from vllm.engine.protocol import EngineClient
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensPrompt, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -23,7 +23,8 @@ from vllm.version import __version__
 
 from prime_hpc.errors import InferenceFailure
 from prime_hpc.inference.engine import Piece
-from prime_hpc.inference.protocol import GenerateRequest
+from prime_hpc.inference.protocol import GenerateRequest, ShownPrompt
+from prime_hpc.transport.images import decode, from_data_uri
 from prime_hpc.transport.stamps import Span
 
 if find_spec("vllm.entrypoints.launchers"):
@@ -65,16 +66,26 @@ class VllmEngine:
         return self._client.errored
 
     async def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
-        prompt = tokens_input(request.token_ids, cache_salt=salt)
         try:
+            prompt, shown = await self._prompt(request, salt)
             params = sampling_params(request.sampling_params)
             async for output in self._client.generate(prompt, params, request_id, priority=request.priority,
                                                       lora_request=self._adapters.get(request.model)):  # fmt: skip
-                yield to_piece(output.outputs[0])
+                yield to_piece(output.outputs[0])._replace(prompt=shown)
         except Refusal as error:
             raise ValueError(str(error)) from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise InferenceFailure(f"vLLM failed: {error.__cause__ or error}") from error
+
+    async def _prompt(self, request: GenerateRequest, salt: str) -> tuple[Any, ShownPrompt | None]:
+        """What vLLM samples from, and the prompt with the tokens of its images, where it has any."""
+        if not request.content_parts:
+            return tokens_input(request.token_ids, cache_salt=salt), None
+        pixels = [decode(from_data_uri(part.url)) for part in request.content_parts]
+        given = TokensPrompt(prompt_token_ids=request.token_ids, multi_modal_data={"image": pixels}, cache_salt=salt)
+        [prompt] = await self._client.renderer.render_cmpl_async([given])
+        spans = [(place.offset, place.length) for place in prompt["mm_placeholders"]["image"]]
+        return prompt, ShownPrompt(token_ids=prompt["prompt_token_ids"], images=spans)
 
     async def score(self, token_ids: list[int], salt: str) -> list[float]:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False,

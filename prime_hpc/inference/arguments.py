@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import VLLM_LORA_RANKS
+from prime_hpc.config.json_files import read_json
 from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
 from prime_hpc.inference import parsers
@@ -58,6 +59,8 @@ def arguments(role: Role) -> dict[str, Any]:
         defaults |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
     else:
         defaults |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    if "vision_config" in (read_json(Path(model.path) / "config.json") or {}):
+        defaults["limit_mm_per_prompt"] = {"video": 0}  # vLLM would keep room for one
     if role.process.frozen is None:
         if role.config.trainer.router_replay:
             defaults["enable_return_routed_experts"] = True

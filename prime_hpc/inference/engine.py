@@ -25,6 +25,7 @@ from prime_hpc.inference.protocol import (
     PauseRequest,
     ScoreReply,
     ScoreRequest,
+    ShownPrompt,
     WorkerAck,
 )
 from prime_hpc.inference.stamps import SpanTracker, StampLog
@@ -48,6 +49,8 @@ class Piece(NamedTuple):
     weight_versions: list[Span] | None
     routed_experts: np.ndarray | None = None
     """With the last piece: experts of all tokens, prompt and reply, [n, layers, top_k]; see `Completion`."""
+    prompt: ShownPrompt | None = None
+    """The prompt as the model saw it, where it had images; the same with every piece."""
 
 
 class TokenEngine(Protocol):
@@ -144,7 +147,7 @@ class PolicyEngine:
         return completion
 
     async def _sample(self, request: GenerateRequest, request_id: str) -> Completion:
-        tracker, token_ids, logprobs, finish, theirs, experts = SpanTracker(), [], [], None, None, None
+        tracker, token_ids, logprobs, last = SpanTracker(), [], [], Piece([], [], None, None)
         # no version reuses the KV blocks of another, nor a run those of another run that lie on a disk of both
         salt = f"{self._acks}:{self._version}:{request.cache_salt or ''}"
         self._reach("sampling.before")
@@ -154,12 +157,14 @@ class PolicyEngine:
             self._reach("sampling.during")
             token_ids += piece.token_ids
             logprobs += piece.logprobs
-            finish, theirs, experts = piece.finish_reason, piece.weight_versions, piece.routed_experts
+            last = piece
         self._reach("sampling.after")
-        if finish in UNFINISHED:
-            raise InferenceFailure(f"the engine ended the request with {finish!r} after {len(token_ids)} tokens")
-        return Completion(request_id=request_id, token_ids=token_ids, logprobs=logprobs, finish_reason=finish,
-                          spans=tracker.spans, weight_versions=theirs, routed_experts=experts,
+        if last.finish_reason in UNFINISHED:
+            ended = f"the engine ended the request with {last.finish_reason!r} after {len(token_ids)} tokens"
+            raise InferenceFailure(ended)
+        return Completion(request_id=request_id, token_ids=token_ids, logprobs=logprobs,
+                          finish_reason=last.finish_reason, spans=tracker.spans, weight_versions=last.weight_versions,
+                          routed_experts=last.routed_experts, prompt=last.prompt,
                           routed_from=request.sampling_params.get(ROUTED_FROM, 0))  # fmt: skip
 
     async def _count(self, sampling: Awaitable[Completion]) -> Completion:

@@ -26,14 +26,33 @@ OPEN_ROUTES = frozenset({"/health", "/metrics", "/version"})
 SESSION_HEADER = "X-Session-ID"
 
 
+class ImagePart(msgspec.Struct, kw_only=True):
+    """An image of a prompt, as a data URI."""
+
+    type: Literal["image_url"]
+    url: str
+
+
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """Token ids in. `sampling_params` go by vLLM's names; the sampled token's log-probability is always returned."""
+    """Token ids in. `sampling_params` go by vLLM's names; the sampled token's log-probability is always returned.
+
+    `content_parts` are the images of the prompt, in the order of the tokens that stand for them: one for each, in whose
+    place the engine puts as many as the image takes.
+    """
 
     token_ids: list[int]
+    content_parts: list[ImagePart] = []
     sampling_params: dict[str, Any] = {}
     model: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+
+
+class ShownPrompt(msgspec.Struct, kw_only=True):
+    """A prompt with images as the model saw it: its tokens, and start and length of those of each image."""
+
+    token_ids: list[int]
+    images: list[tuple[int, int]]
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -41,6 +60,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
     `weight_versions` are the engine's own spans, where it keeps any. `routed_experts` are the experts of every token,
     prompt and reply, from token `routed_from` on: [n, layers, top_k], the last token left out by some engines.
+    `prompt` is there if it had images.
     """
 
     request_id: str
@@ -51,6 +71,7 @@ class Completion(msgspec.Struct, kw_only=True):
     weight_versions: list[Span] | None = None
     routed_experts: np.ndarray | None = None
     routed_from: int = 0
+    prompt: ShownPrompt | None = None
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):
@@ -152,7 +173,11 @@ def encode_completion(completion: Completion) -> bytes:
         choice["weight_versions"] = completion.weight_versions
     if completion.routed_experts is not None:
         choice["routed_experts"] = _encode_experts(completion.routed_experts, completion.routed_from)
-    return msgspec.json.encode({"request_id": completion.request_id, "choices": [choice]})
+    answer = {"request_id": completion.request_id, "choices": [choice]}
+    if completion.prompt:
+        answer["prompt_token_ids"] = completion.prompt.token_ids
+        answer["mm_placeholders"] = {"image": [{"offset": start, "length": n} for start, n in completion.prompt.images]}
+    return msgspec.json.encode(answer)
 
 
 def _encode_experts(experts: np.ndarray, start: int) -> dict[str, Any]:

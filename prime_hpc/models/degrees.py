@@ -102,6 +102,7 @@ class _Model:
 
     sizes: Divisions | None
     native: bool
+    sees: bool
     packs_by_ourselves: bool
     adapted: bool
     """It trains adapters."""
@@ -113,11 +114,12 @@ class _Model:
         experts_adapted = lora.on and "experts" in lora.targets
         hf_config: HFConfig | None = hf_config_of(config.model)
         if hf_config is None:
-            return cls(None, True, True, lora.on, experts_adapted)
+            return cls(None, True, False, True, lora.on, experts_adapted)
         native = families.choose_implementation(config, hf_config) == "native"
         sliding = "sliding_attention" in (hf_config.get("layer_types") or ())
+        sees = hf_config.get("model_type") in families.SEEING
         packs_by_ourselves = config.trainer.attn != "eager" and (native or not sliding)
-        return cls(divisions(hf_config), native, packs_by_ourselves, lora.on, experts_adapted)
+        return cls(divisions(hf_config), native, sees, packs_by_ourselves, lora.on, experts_adapted)
 
     @property
     def limits(self) -> str:
@@ -125,6 +127,8 @@ class _Model:
         if self.sizes is None:
             return ""
         sizes = self.sizes
+        if self.sees:
+            return " for a model that sees, which has neither cp nor tp nor ep"
         if not self.native:
             return " for a model of transformers, which has neither tp nor ep"
         experts = f", {sizes.experts} experts of width {sizes.expert_width}" if sizes.experts else ""
@@ -139,7 +143,7 @@ class _Model:
         return [n for n in _divisors(ranks) if all(size % n == 0 for size in whole)]
 
     def legal_cp(self, ranks: int, tp: int, style: str) -> list[int]:
-        if not self.packs_by_ourselves:
+        if self.sees or not self.packs_by_ourselves:
             return [1]
         return [n for n in _divisors(ranks) if style == "ring" or self._exchanges_heads(n, tp)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_hpc.config.json_files import hf_config_of
@@ -20,6 +21,10 @@ MODULES = {
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
+SEEING = ("qwen3_vl",)
+"""Image-text models, all of transformers."""
+IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Where a model's image processor is described; the second describes others beside it."""
 EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
 """Any of these in a configuration makes it a mixture of experts."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -66,14 +71,35 @@ def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[Confi
     return problems
 
 
+def _seeing(config: RunConfig) -> list[ConfigProblem]:
+    """What a model that sees cannot do."""
+    model, vllm, problems = config.model, config.inference.vllm, []
+    if vllm.get("language_model_only") or dict(vllm.get("limit_mm_per_prompt") or {}).get("image") == 0:
+        key = "language_model_only" if vllm.get("language_model_only") else "limit_mm_per_prompt"
+        expected = "to be left out, as engines take what the policy takes: images, and weights of the vision tower"
+        problems.append(ConfigProblem(f"inference.vllm.{key}", vllm[key], expected))
+    if model.path and not any((Path(model.path) / name).exists() for name in IMAGE_PROCESSORS):
+        expected = f"a directory with the model's image processor ({IMAGE_PROCESSORS[0]})"
+        problems.append(ConfigProblem("model.path", model.path, expected))
+    if config.lora.on:
+        problems.append(ConfigProblem("lora.rank", config.lora.rank, "0, as a model that sees takes no adapters"))
+    if not model.freeze_vision and config.update.kv == "keep":
+        expected = ("recompute or drain, as model.freeze_vision is false: engines would go on with what an older tower "
+                    "made of an image")  # fmt: skip
+        problems.append(ConfigProblem("update.kv", "keep", expected))
+    return problems
+
+
 def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Why `model.impl=native` cannot run, or what it alone can do is asked of another. A directory without a model is
-    another check's problem."""
+    """Why `model.impl=native` cannot run, what it alone can do that is asked of another, or what a model that sees
+    cannot do. A directory without a model is another check's problem."""
     hf_config = hf_config_of(config.model)
     obstacle = find_obstacle(hf_config) if hf_config else None
     problems = []
     if hf_config and choose_implementation(config, hf_config) == "hf":
         problems += _native_only(config, hf_config, obstacle or "model.impl or trainer.attn ask for transformers")
+    if hf_config and hf_config.get("model_type") in SEEING:
+        problems += _seeing(config)
     if config.model.impl != "native":
         return problems
     if obstacle:

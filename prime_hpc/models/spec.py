@@ -28,7 +28,7 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 """Model types whose query, key and value projections always have a bias."""
 _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalise each query and key head."""
 
 

@@ -1,5 +1,6 @@
 """Rollout records: every rollout of a batch, token by token, as zstandard-compressed JSON lines."""
 
+import base64
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from prime_hpc.cluster.files import list_fresh, write_atomic
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import CorruptData
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, RolloutDone, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, ImageSpan, PolicyVersion, RolloutDone, Sample
 
 SUFFIX = ".jsonl.zst"
 OPTIONAL = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
@@ -82,23 +83,24 @@ def manifest_path(rollouts: Path, step: int) -> Path:
     return rollouts / f"step_{step}.json"
 
 
-def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample]]:
-    """Batch `step` with its samples as the trainer got them, stream for stream.
+def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample], dict[str, bytes]]:
+    """Batch `step` with its samples as the trainer got them, stream for stream, and the images of its rollouts.
 
     Raises:
         CorruptData: records or manifest are missing, or do not fit each other.
     """
     try:
         manifest = msgspec.json.decode(manifest_path(rollouts, step).read_bytes(), type=BatchManifest)
-        records = [(record["source"], sample) for record in read_records(record_path(rollouts, step))
-                   for sample in record["samples"] if sample["trained"]]  # fmt: skip
+        records = list(read_records(record_path(rollouts, step)))
     except FileNotFoundError as error:
         raise CorruptData(f"{error.filename} is missing: batch {step} was not recorded, or its record has made room "
                           "(monitor.rollouts, monitor.rollouts_gib)") from error  # fmt: skip
-    samples = [_to_sample(source, record) for source, record in records]
+    samples = [_to_sample(record["source"], sample) for record in records
+               for sample in record["samples"] if sample["trained"]]  # fmt: skip
     if [sample.sample_id for sample in samples] != manifest.sample_ids:
         raise CorruptData(f"{record_path(rollouts, step)} does not hold the samples that its manifest names")
-    return manifest, samples
+    images = {digest: base64.b64decode(data) for record in records for digest, data in record["images"].items()}
+    return manifest, samples, images
 
 
 def record_path(rollouts: Path, step: int) -> Path:
@@ -131,6 +133,7 @@ def _sample(sample: Sample, trained: bool) -> dict[str, Any]:
         "mask": sample.mask.numpy().astype(int).tolist(),
         "versions": version_runs(sample.versions.numpy()),
         "logprobs": sample.logprobs.numpy().tolist(),
+        "images": sample.images,
         **{name: None if (stream := getattr(sample, name)) is None else stream.numpy().tolist() for name in OPTIONAL},
     }
 
@@ -148,6 +151,7 @@ def _to_sample(source: str, record: dict[str, Any]) -> Sample:
         mask=Array.of(record["mask"], "bool"),
         logprobs=Array.of(record["logprobs"], "f4"),
         versions=Array.of(versions, "i8"),
+        images=msgspec.convert(record["images"], list[ImageSpan]),
         **{name: Array.of(record[name], "f4") for name in OPTIONAL if record[name] is not None},
     )
 

@@ -23,6 +23,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import RecordedBatch
+from prime_hpc.transport.images import images_of
 from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
 
 LeaveOut = Callable[[Sample], tuple[Sample, int]]
@@ -59,6 +60,11 @@ class Batch:
     @property
     def rollouts(self) -> list[RolloutDone]:
         return [done for group in self.groups for done in group.done]
+
+    @property
+    def images(self) -> dict[str, bytes]:
+        """The encoded images of its rollouts, by digest."""
+        return {digest: data for done in self.rollouts for digest, data in done.rollout.images.items()}
 
     @property
     def scored(self) -> list[Rollout]:
@@ -200,6 +206,7 @@ class BatchShelf:
             sample_ids=[s.sample_id for s in batch.samples],
             journal_offset=batch.journal_offset,
             lr=batch.lr,
+            images=images_of(ranks[request.rank], batch.images),
         )
 
     async def _pack(self, batch: Batch, world: int) -> list[list[MicroBatch]]:

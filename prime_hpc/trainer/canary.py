@@ -3,7 +3,8 @@
 import torch
 
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.model import PackedRow, PolicyModel
+from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.row import PackedRow
 from prime_hpc.transport.weights import Canary
 
 MAX_LENGTH = 64
@@ -20,7 +21,7 @@ class CanaryScorer:
         self._asked = 0
         generator = torch.Generator().manual_seed(0)
         length = min(MAX_LENGTH, seq_len - 1)
-        self._token_ids = torch.randint(policy.config.vocab_size, (length,), generator=generator)
+        self._token_ids = torch.randint(policy.config.get_text_config().vocab_size, (length,), generator=generator)
 
     @torch.no_grad()
     def score(self) -> Canary | None:

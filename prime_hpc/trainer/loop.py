@@ -18,10 +18,11 @@ from prime_hpc.trainer.lora import initialise
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
 from prime_hpc.trainer.memory.accumulation import hold_gathered
 from prime_hpc.trainer.memory.states import keep_on_host
-from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
+from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
 from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.record_source import RecordSource
+from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.sft_source import SFTSource
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.batches import BatchSource, open_source
@@ -112,7 +113,7 @@ def forward_backward(
             hold_gathered(policy, last=i == len(rows) - 1)
         tensors = MicroBatchTensors.of(micro, world.device)
         with watch.on(world.device, "forward"):
-            logprobs, entropy = policy(PackedRow.of(micro, tensors))
+            logprobs, entropy = policy(PackedRow.of(micro, tensors, batch.images))
             loss = torch.zeros((), device=world.device)
             for part in parts:
                 tenant = policy.tenant_of(part.adapter)

@@ -1,17 +1,23 @@
 """The policy: a model of our own or of transformers whose forward ends in scores of tokens, sharded with FSDP2."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.trainer import TrainerConfig
@@ -33,40 +39,8 @@ from prime_hpc.trainer.optim import WHOLE
 from prime_hpc.trainer.parallel.context import ContextParallel, Part
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.parallel.shard import divide_blocks, shard
-from prime_hpc.transport.messages import MicroBatch
-
-
-@dataclass(frozen=True)
-class PackedRow:
-    """A packed row of n tokens, ready for the policy.
-
-    `scored` int64[m] are the places of the tokens whose log-probability a loss asks for, never the first of a document.
-    """
-
-    token_ids: Tensor
-    position_ids: Tensor
-    temperatures: Tensor
-    scored: Tensor
-    seq_lens: list[int]
-    replay: Tensor | None = None
-    """int64[layers, n, k]: experts recorded at sampling, negative where there is no record."""
-    adapters: dict[str, int] = field(default_factory=dict)
-    """Tokens of each adapter, which lie together; empty where there is one policy only."""
-
-    @classmethod
-    def of(cls, micro: MicroBatch, tensors: MicroBatchTensors) -> "PackedRow":
-        """`scored` is found on the host, so that the device need not be waited for."""
-        members = micro.mask.numpy()
-        for weights in (micro.ce_weights, micro.ref_kl_weights):
-            members = members if weights is None else members | (weights.numpy() != 0)
-        scored = torch.from_numpy((members & (micro.position_ids() > 0)).nonzero()[0])
-        scored = scored.to(tensors.token_ids.device)
-        adapters: dict[str, int] = defaultdict(int)
-        for adapter, length in zip(micro.adapters, micro.seq_lens, strict=bool(micro.adapters)):
-            adapters[adapter] += length
-        replay = micro.routed_experts and torch.tensor(micro.routed_experts.numpy(), device=scored.device)
-        return cls(tensors.token_ids, tensors.position_ids, tensors.temperatures, scored, micro.seq_lens,
-                   None if replay is None else replay.transpose(0, 1).long(), adapters)  # fmt: skip
+from prime_hpc.trainer.row import PackedRow
+from prime_hpc.trainer.vision import ImageReader, Pixels, image_places, position_ids
 
 
 class PolicyModel(nn.Module):
@@ -77,6 +51,8 @@ class PolicyModel(nn.Module):
     """From the names of parameters to those of the checkpoint."""
     lora: LoRA | None = None
     """The adapters that are trained in place of the parameters, if any."""
+    sees = False
+    """Whether it takes images."""
 
     def __init__(self, decoder: nn.Module, head: nn.Linear | None, config: PreTrainedConfig, backend: str, chunk: int):
         super().__init__()
@@ -92,6 +68,11 @@ class PolicyModel(nn.Module):
         return self.model.layers
 
     @property
+    def sharded_apart(self) -> nn.ModuleList:
+        """The modules whose parameters are gathered only while they compute."""
+        return self.blocks
+
+    @property
     def head_weight(self) -> Tensor:
         """[V, h]; the embedding where the two are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -101,7 +82,15 @@ class PolicyModel(nn.Module):
 
         Returns:
             Two float32[n] in nats; log(1/V) and log(V), without gradient, where a token is not scored.
+
+        Raises:
+            ConfigurationError: the row has images, and the model does not see.
         """
+        if row.images and not self.sees:
+            problem = ConfigProblem(
+                "model.path", self.config.model_type, "a model that sees: there are images to train"
+            )
+            raise ConfigurationError([problem])
         part = self.context.divide(row)
         if self.lora:
             self.lora.select(part.row.adapters)
@@ -158,24 +147,77 @@ class HFPolicy(PolicyModel):
     def __init__(self, hf: PreTrainedModel, backend: str, chunk: int):
         head = None if hf.config.tie_word_embeddings else hf.get_output_embeddings()
         super().__init__(hf.base_model, head, hf.config, backend, chunk)
-        self._implementation = hf.config._attn_implementation
+        self._text = hf.config.get_text_config()
+        self._implementation = self._text._attn_implementation
 
     def hidden_states(self, part: Part) -> Tensor:
-        row, open_attend = part.row, partial(self.context.open_attention, self.backend)
-        documents = attention.row_arguments(self._implementation, open_attend, row.seq_lens, row.token_ids.device)
+        row = part.row
         return self.model(input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False,
-                          **documents).last_hidden_state[0]  # fmt: skip
+                          **self._documents(row)).last_hidden_state[0]  # fmt: skip
+
+    def _documents(self, row: PackedRow) -> dict[str, Any]:
+        """What attention must be told about a row."""
+        open_attend = partial(self.context.open_attention, self.backend)
+        return attention.row_arguments(self._implementation, open_attend, row.seq_lens, row.token_ids.device)
 
     def extend(
         self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache | None]:
-        self.config._attn_implementation = SDPA if self._implementation == attention.DOCUMENTS else self._implementation
+        self._text._attn_implementation = SDPA if self._implementation == attention.DOCUMENTS else self._implementation
         try:
             out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=positions, use_cache=True,
                              past_key_values=DynamicCache(config=self.config) if cache is None else cache)  # fmt: skip
         finally:
-            self.config._attn_implementation = self._implementation
+            self._text._attn_implementation = self._implementation
         return out.last_hidden_state[:, -1], out.past_key_values
+
+
+class VisionPolicy(HFPolicy):
+    """An image-text model of transformers. Its parts are called one by one, since transformers takes every token that
+    looks like a placeholder for one, and the policy may sample such a token, which stands for no image."""
+
+    sees = True
+
+    def __init__(self, hf: PreTrainedModel, backend: str, chunk: int, reader: ImageReader, *, frozen: bool):
+        super().__init__(hf, backend, chunk)
+        self._reader = reader
+        self._frozen = frozen
+        self.model.visual.requires_grad_(not frozen)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.language_model.layers
+
+    @property
+    def sharded_apart(self) -> nn.ModuleList:
+        return nn.ModuleList([*self.model.visual.blocks, *self.blocks])
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.model.language_model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden_states(self, part: Part) -> Tensor:
+        row, pixels = part.row, self._reader.read(part.row)
+        embedded, mask = self.model.language_model.embed_tokens(row.token_ids), None
+        features, deep = self._look(pixels or self._reader.blank(), embedded)
+        if pixels:
+            places = image_places(row).to(embedded.device)
+            embedded = embedded.index_copy(0, places, features)
+            mask = torch.zeros_like(row.token_ids, dtype=torch.bool).index_fill(0, places, True)[None]
+        else:
+            # every rank runs the tower for every row, so that all gather its weights and reduce its gradients alike
+            embedded = embedded + 0.0 * sum(x.sum() for x in (features, *deep))
+        positions = position_ids(self.model, row, pixels.grids if pixels else None)
+        return self.model.language_model(inputs_embeds=embedded[None], position_ids=positions, use_cache=False,
+                                         visual_pos_masks=mask, deepstack_visual_embeds=deep if pixels else None,
+                                         **self._documents(row)).last_hidden_state[0]  # fmt: skip
+
+    def _look(self, pixels: Pixels, like: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[m, h] that stand in the place of the images' tokens, and [m, h] to add behind each of the first layers."""
+        values, grids = pixels.values.to(like.device), pixels.grids.to(like.device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._frozen):
+            seen = self.model.get_image_features(values, grids)
+        return torch.cat(seen.pooler_output).to(like.dtype), [torch.cat(part) for part in seen.deepstack_features]
 
 
 class NativePolicy(PolicyModel):
@@ -233,7 +275,7 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     divide_blocks(policy.blocks, world.mesh)
     _prepare_blocks(policy, trainer, world)
     reshard, dtype = _reshards(trainer, world.mesh.degrees.fsdp), getattr(torch, trainer.dtype)
-    shard(policy, policy.blocks, world.mesh, dtype, reshard_after_forward=reshard)
+    shard(policy, policy.sharded_apart, world.mesh, dtype, reshard_after_forward=reshard)
     register_fsdp_forward_method(policy, "next_logits")
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
@@ -290,7 +332,9 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     if families.choose_implementation(config, hf_config.to_dict()) == "native":
         family = families.load_family(hf_config.model_type)
         return NativePolicy(family, hf_config, backend, trainer.head_chunk_tokens)
-    attn = attention.choose_implementation(backend, hf_config)
+    attn = attention.choose_implementation(backend, hf_config.get_text_config())
+    if hf_config.model_type in families.SEEING:
+        return _build_vision(config, hf_config, backend, attn)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation=attn)
     if hf.base_model_prefix != "model" or not hasattr(hf.base_model, "layers"):
@@ -298,6 +342,16 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
         found = f"{config.model.path} ({hf_config.model_type})"
         raise ConfigurationError([ConfigProblem("model.path", found, expected)])
     return HFPolicy(hf, backend, trainer.head_chunk_tokens)
+
+
+def _build_vision(config: RunConfig, hf_config: PreTrainedConfig, backend: str, attn: str) -> VisionPolicy:
+    towers = attn if attn == "eager" else SDPA
+    with torch.device("meta"):
+        hf = AutoModelForImageTextToText.from_config(
+            hf_config, dtype=torch.float32, attn_implementation={"text_config": attn, "vision_config": towers}
+        )
+    reader = ImageReader(Path(config.model.path), hf_config.vision_config)
+    return VisionPolicy(hf, backend, config.trainer.head_chunk_tokens, reader, frozen=config.model.freeze_vision)
 
 
 def _load_config(model: ModelConfig) -> PreTrainedConfig:

@@ -9,6 +9,7 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.observe.monitor import Monitor
 from prime_hpc.observe.records import read_batch
 from prime_hpc.trainer.distributed import World
+from prime_hpc.transport.images import images_of
 from prime_hpc.transport.messages import RankBatch, StepReport
 
 
@@ -28,10 +29,11 @@ class RecordSource:
             CorruptData: it was not recorded.
         """
         self._log(report)
-        manifest, samples = read_batch(self._rollouts, step)
+        manifest, samples, images = read_batch(self._rollouts, step)
+        rows = pack_batch(samples, self._world.dp_size, self._role.config)[self._world.dp_rank]
         return RankBatch(step=step, rank=self._world.dp_rank, journal_offset=0, last=step == self._until,
-                         micro_batches=pack_batch(samples, self._world.dp_size, self._role.config)[self._world.dp_rank],
-                         sample_ids=manifest.sample_ids, lr=manifest.lr)  # fmt: skip
+                         micro_batches=rows, sample_ids=manifest.sample_ids, lr=manifest.lr,
+                         images=images_of(rows, images))  # fmt: skip
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         """Log the last step, write the summary and declare the run complete."""

@@ -33,7 +33,8 @@ def read_messages(path: Path) -> list[Messages]:
     """The `messages` of every line of a JSONL file.
 
     Raises:
-        ConfigurationError: the file is missing or empty, or a line has no messages; its number is in the text.
+        ConfigurationError: the file is missing or empty, or a line has no messages or messages with images; its number
+            is in the text.
     """
 
     def problem(value: str, expected: str) -> ConfigurationError:
@@ -49,10 +50,16 @@ def read_messages(path: Path) -> list[Messages]:
             raise problem(f"{path}:{number}", f"a JSON object a line ({error})") from error
         if not isinstance(row, dict) or not row.get("messages"):
             raise problem(f"{path}:{number}", "a row with a `messages` list that is not empty")
+        if any(part.get("type") != "text" for message in row["messages"] for part in _parts(message)):
+            raise problem(f"{path}:{number}", "messages of text: images train with mode=rl alone")
         rows.append(row["messages"])
     if not rows:
         raise problem(str(path), "at least one row")
     return rows
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return message["content"] if isinstance(message.get("content"), list) else []
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -67,13 +67,32 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
         return self.ids.numpy().reshape(-1, self.layers, self.top_k)
 
 
+class ImageSpan(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of a sequence from `start` on that stand for an image, which `digest` names."""
+
+    start: int
+    length: int
+    digest: str
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def whole_images(images: list[ImageSpan], limit: int) -> tuple[int, list[ImageSpan]]:
+    """Where to cut a sequence to at most `limit` tokens so that no image is split, and the images before the cut."""
+    cut = min([limit, *(image.start for image in images if image.stop > limit)])
+    return cut, [image for image in images if image.stop <= cut]
+
+
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A contiguous token sequence ready to train on; every stream has the length of `token_ids`.
 
     token_ids i4[n]; mask bool[n], true on sampled and trainable tokens; logprobs f4[n], of the sampler at its
     temperature, 0 where not sampled; versions i8[n], a packed `PolicyVersion` or `NOT_SAMPLED`; advantages f4[n].
     A component's weights are f4[n]; an absent `rl_weights` stands for ones on the mask, an absent other for zeros.
-    `adapter` is the low-rank adapter that sampled it and trains on it, empty where there is one policy only.
+    `adapter` is the low-rank adapter that sampled it and trains on it, empty where there is one policy only. `images`
+    are in the order of their tokens; what they show lies in the rollout.
     """
 
     sample_id: str
@@ -90,6 +109,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     ref_kl_weights: Array | None = None
     ref_logprobs: Array | None = None
     routed_experts: RoutedExperts | None = None
+    images: list[ImageSpan] = []
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -114,13 +134,15 @@ class Seat(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both).
 
-    `seats` are there where the policy played several, in the order of their samples.
+    `seats` are there where the policy played several, in the order of their samples. `images` holds the encoded images
+    (PNG, JPEG) that the policy was shown, by digest.
     """
 
     rollout_id: str
     source: str
     task_id: str
     samples: list[Sample] = []
+    images: dict[str, bytes] = {}
     seats: list[Seat] = []
     reward: float | None = None
     rewards: dict[str, float] = {}
@@ -185,7 +207,8 @@ class CancelRollout(msgspec.Struct, kw_only=True, tag=True):
 
 
 class RolloutDone(msgspec.Struct, kw_only=True, tag=True):
-    """A finished or failed rollout. `messages` is the conversation as JSON, for the records."""
+    """A finished or failed rollout. `messages` is the conversation as JSON, for the records; in the place of the URL of
+    an image it has the digest."""
 
     worker: str
     rollout: Rollout
@@ -196,7 +219,7 @@ class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples packed into one row of `sum(seq_lens)` tokens; streams as in `Sample`, all present but the weights.
 
     `seq_lens` are the lengths of the packed sequences in order; `sources` name the source of each, `adapters` the
-    adapter, whose sequences lie together (empty where there is one policy only).
+    adapter, whose sequences lie together (empty where there is one policy only). `images` count from the first token.
     """
 
     token_ids: Array
@@ -213,6 +236,7 @@ class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     ref_kl_weights: Array | None = None
     ref_logprobs: Array | None = None
     routed_experts: RoutedExperts | None = None
+    images: list[ImageSpan] = []
 
     def position_ids(self) -> np.ndarray:
         """i8[n]: positions that restart at 0 with every packed sequence."""
@@ -224,6 +248,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
 
     `sample_ids` are those of the whole batch, in order; `journal_offset` is where a resume after this step begins.
     `lr` is the peak learning rate from this step on, where it was changed while the run worked.
+    `images` holds the encoded images of the micro-batches, by digest.
     An empty `micro_batches` with `last` tells the trainer to stop.
     """
 
@@ -234,6 +259,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     journal_offset: int
     last: bool = False
     lr: float | None = None
+    images: dict[str, bytes] = {}
 
 
 class StepReport(msgspec.Struct, kw_only=True):

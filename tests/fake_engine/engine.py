@@ -20,6 +20,7 @@ from prime_hpc.inference.stamps import StampLog
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import Stamp
 from tests.fake_engine.cache import Cache
+from tests.fake_engine.images import show
 from tests.fake_engine.policy import FakeOptions, Policy
 from tests.fake_engine.weights import FakeWeights
 
@@ -74,6 +75,8 @@ class FakeEngine:
         self._running.set()
 
     async def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
+        if shown := show(request, self._policy.placeholder):
+            request = msgspec.structs.replace(request, token_ids=shown.token_ids)
         limit = self._limit(request)
         token_s = await self._meet_faults()
         rng = self._generator(request.token_ids)
@@ -86,7 +89,7 @@ class FakeEngine:
                 await self.cache.grow(place)
                 last = i == min(limit, len(reply))
                 experts = self._route(request, i, rng) if last and self._routing else None
-                yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts)
+                yield Piece([token], [-rng.expovariate(4.0) - 1e-3], finish if last else None, None, experts, shown)
 
     def score_prompt(self, prompt: list[int]) -> list[tuple[int, float]]:
         """Every token with a log-probability that depends on it and its place alone."""

@@ -8,6 +8,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER
+from prime_hpc.models.tiny_vision import IMAGE
 
 MAX_RANDOM_TOKENS = 16
 
@@ -38,6 +39,8 @@ class Policy:
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
         self.ordinary = sorted(set(tokenizer.get_vocab().values()) - special)
+        self.placeholder = tokenizer.token_to_id(IMAGE)
+        """Stands for an image in a prompt."""
         self.eos = tokenizer.token_to_id(EOS)
         self._user, self._assistant = tokenizer.token_to_id(USER), tokenizer.token_to_id(ASSISTANT)
         self._reverses = None not in (self.eos, self._user, self._assistant)
@@ -67,5 +70,6 @@ class Policy:
 
 
 def _configured_eos(model: Path) -> int:
-    eos = json.loads((model / "config.json").read_text())["eos_token_id"]
+    config = json.loads((model / "config.json").read_text())
+    eos = config.get("text_config", config)["eos_token_id"]
     return eos[0] if isinstance(eos, list) else eos

@@ -15,8 +15,9 @@ from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.grouped import grouped_matmul, multiply_by_loop
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
-from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.row import PackedRow
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda:0")

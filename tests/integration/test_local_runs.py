@@ -134,7 +134,7 @@ def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path
     assert code == 0, text
     assert "inference-0 left the rotation" in run.log("orchestrator-0")
     assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
-    manifest, samples = read_batch(run.root / "rollouts", 12)
+    manifest, samples, _ = read_batch(run.root / "rollouts", 12)
     assert manifest.step == 12 and samples, "the base model is not too old for step 12"
     told = [row for row in run.metrics if "concurrency/limit" in row]
     assert "begins with 8 rollouts in flight; the KV caches hold [512] tokens" in run.log("orchestrator-0")

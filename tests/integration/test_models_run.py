@@ -15,8 +15,9 @@ from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.tiny import make_char_tokenizer
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
-from prime_hpc.trainer.model import PackedRow, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.row import PackedRow
 from tests.models_support import assert_near, checkpoint_gradients, save_model
 from tests.trainer_support import TrainerRun, make_run
 

@@ -15,7 +15,16 @@ from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, Memory, RecordedBatch, RecordedGroup
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import BatchRequest, Failure, PolicyVersion, Rollout, RolloutDone, Sample, Seat
+from prime_hpc.transport.messages import (
+    BatchRequest,
+    Failure,
+    ImageSpan,
+    PolicyVersion,
+    Rollout,
+    RolloutDone,
+    Sample,
+    Seat,
+)
 
 
 def rollout(name: str, reward: float | None, version: int = 0) -> RolloutDone:
@@ -160,6 +169,27 @@ def test_a_batch_is_kept_until_a_checkpoint_covers_it(tiny_model: Path) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ask(shelf, 1, checkpointed=1), 0.05)
         assert (await ask(shelf, 4)).last
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_gets_each_image_of_its_rows_once(tiny_model: Path) -> None:
+    made = group("a", [1.0, 0.0, 0.5, 0.5])
+    for done, digest in zip(made.done, "xxyz", strict=True):
+        done.rollout.images = {digest: digest.encode()}
+        done.rollout.samples[0].images = [ImageSpan(0, 2, digest)]
+
+    async def scenario() -> None:
+        config = RunConfig()
+        config.model.path = str(tiny_model)
+        shelf = BatchShelf(config)
+        await shelf.put(make([made]))
+        answer = await ask(shelf, 1)
+        assert answer.images == {"x": b"x"}, "samples without a gradient are not sent, nor what they show"
+        assert sum(len(micro.images) for micro in answer.micro_batches) == 2
+        made.done[1].rollout.images = made.done[0].rollout.images = {}
+        with pytest.raises(CorruptData, match="lack 1 of the images"):
+            await ask(shelf, 1)
 
     asyncio.run(scenario())
 

@@ -57,6 +57,8 @@ REFUSED = [
                            "heads, MLPs of width [], 12 experts of width 40"),
     ({**DENSE, "model_type": "gemma"}, 4, {"tp": 2}, "tp = 2: expected 1, which 4 ranks allow for a model of "
                                                      "transformers, which has neither tp nor ep"),
+    ({**DENSE, "model_type": "qwen3_vl"}, 4, {"cp": 2}, "cp = 2: expected 1, which 4 ranks with tp=1 allow for a model "
+                                                        "that sees, which has neither cp nor tp nor ep"),
 ]  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_ids_stand_for_modules() -> None:
 
 
 def test_bundled_environments_are_found() -> None:
-    names = "alphabet_sort bug_fix kuhn_poker math proposer_solver reverse_text wiki_search wordle"
+    names = "alphabet_sort bug_fix colour_row kuhn_poker math proposer_solver reverse_text wiki_search wordle"
     assert bundled_environments() == [f"prime_hpc.envs.{name}" for name in names.split()]
 
 

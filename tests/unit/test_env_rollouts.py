@@ -1,6 +1,8 @@
 """Episodes built by hand, as verifiers would return them."""
 
+import json
 import math
+import re
 import zlib
 
 import msgspec
@@ -8,9 +10,12 @@ import numpy as np
 import pytest
 import verifiers.v1 as vf
 
-from prime_hpc.envs.rollouts import make_rollout, make_samples
+from prime_hpc.envs.failures import failure_of_exception
+from prime_hpc.envs.images import ImageNotTrained
+from prime_hpc.envs.rollouts import conversation, make_rollout, make_samples
 from prime_hpc.envs.stamps import token_versions
-from prime_hpc.transport.messages import NOT_SAMPLED, PolicyVersion, RunRollout
+from prime_hpc.transport.images import digest_of, to_data_uri
+from prime_hpc.transport.messages import NOT_SAMPLED, ImageSpan, PolicyVersion, RunRollout
 from prime_hpc.transport.stamps import Stamp
 
 V0, V1 = PolicyVersion(0, 0).pack(), PolicyVersion(1, 7).pack()
@@ -209,13 +214,64 @@ def test_a_full_context_ends_a_rollout_that_is_scored_as_truncated() -> None:
     assert rollout.failure is None and rollout.reward == 1.0 and rollout.truncated
 
 
-def test_images_are_evaluated_and_not_trained() -> None:
-    node = said(None, [1, 2])
-    shown = [{"type": "text", "text": "u"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
-    node = node.model_validate({**node.model_dump(), "message": {"role": "user", "content": shown}})
-    trace = make_trace(node, replied(0, [], [10, 11]))
-    failure = rollout_of(make_episode(trace)).failure
-    assert (failure.kind, failure.type) == ("environment", "ImageNotTrained") and "agent was shown" in failure.message
+PNG, OTHER = b"one image", b"another"
+IMAGE = 90
+"""The token that stands for an image."""
+
+
+def showed(parent: int | None, ids: list[int], *images: bytes | str) -> vf.MessageNode:
+    urls = [image if isinstance(image, str) else to_data_uri(image) for image in images]
+    content = [{"type": "text", "text": "u"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+    message = {"role": "user", "content": content}
+    return vf.MessageNode(parent=parent, message=message, token_ids=ids, mask=[False] * len(ids))
+
+
+def seeing(*nodes: vf.MessageNode) -> vf.Trace:
+    return make_trace(*nodes, mm_token_type_id_map={IMAGE: 1})
+
+
+def test_every_image_is_kept_once_and_its_tokens_are_known() -> None:
+    trace = seeing(showed(None, [1, 90, 90, 91, 90], PNG, OTHER), replied(0, [2], [10, 90]),
+                   showed(1, [3, 90, 90], PNG), replied(2, [], [12]), said(1, [4]), replied(4, [], [13]))  # fmt: skip
+    rollout = rollout_of(make_episode(trace))
+    one, other = digest_of(PNG), digest_of(OTHER)
+    assert rollout.images == {one: PNG, other: OTHER}
+    first, second = rollout.samples
+    assert first.images == [ImageSpan(1, 2, one), ImageSpan(4, 1, other), ImageSpan(9, 2, one)]
+    assert second.images == [ImageSpan(1, 2, one), ImageSpan(4, 1, other)]
+
+
+@pytest.mark.parametrize(("seq_len", "length", "images"), [(32, 9, 2), (9, 9, 2), (8, 8, 2), (7, 6, 1), (6, 6, 1)])
+def test_a_cut_splits_no_image_and_drops_those_behind_it(seq_len: int, length: int, images: int) -> None:
+    trace = seeing(showed(None, [1, 90, 90], PNG), replied(0, [2], [10, 11]), showed(1, [90, 90], OTHER),
+                   replied(2, [], [3]))  # fmt: skip
+    rollout = make_rollout(REQUEST, "s", make_episode(trace), {trace.id: []}, seq_len, 1.0)
+    [sample] = rollout.samples
+    streams = (sample.token_ids, sample.mask, sample.logprobs, sample.versions)
+    assert [len(stream) for stream in streams] == [length] * 4
+    assert len(sample.images) == images and rollout.truncated == (length < 9)
+
+
+def test_the_record_of_a_conversation_names_its_images() -> None:
+    [message] = json.loads(conversation(make_episode(seeing(showed(None, [1, 90], PNG, "https://x/y.png")))))
+    urls = [part["image_url"]["url"] for part in message["content"] if part["type"] == "image_url"]
+    assert urls == [digest_of(PNG), "https://x/y.png"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "told"),
+    [
+        ([1, 90, 2], (PNG, OTHER), "2 images has 1 runs of placeholders"),
+        ([1, 90, 2, 90], (PNG,), "1 images has 2 runs"),
+        ([1, 2], ("https://x/y.png",), "'https://x/y.png' is no image"),
+        ([1, 2], ("data:image/png;base64,?",), "holds no base64"),
+    ],
+)
+def test_images_that_cannot_be_kept_with_their_tokens_do_not_train(ids: list[int], images: tuple, told: str) -> None:
+    trace = seeing(showed(None, ids, *images), replied(0, [], [10, 11]))
+    with pytest.raises(ImageNotTrained, match=re.escape(told)) as raised:
+        rollout_of(make_episode(trace))
+    assert failure_of_exception(raised.value).kind == "environment"
     asked = msgspec.structs.replace(REQUEST, evaluate=True)
     rollout = make_rollout(asked, "s", make_episode(trace), {trace.id: []}, 32, 1.5)
-    assert rollout.failure is None and rollout.reward == 1.0
+    assert rollout.failure is None and rollout.reward == 1.0 and rollout.images == {}

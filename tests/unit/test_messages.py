@@ -12,6 +12,7 @@ from prime_hpc.transport.messages import (
     BatchRequest,
     CancelRollout,
     Failure,
+    ImageSpan,
     MicroBatch,
     PolicyVersion,
     RankBatch,
@@ -37,6 +38,7 @@ SAMPLE = Sample(
     advantages=Array.of([0, 0.25], "f4"),
     adapter="games",
     routed_experts=RoutedExperts.of(np.array([[[0, 3]], [[-1, -1]]])),
+    images=[ImageSpan(0, 1, "d")],
 )
 MICRO = MicroBatch(
     token_ids=Array.of([1, 2, 3], "i4"),
@@ -47,6 +49,7 @@ MICRO = MicroBatch(
     temperatures=Array.of([1, 1, 1], "f4"),
     seq_lens=[2, 1],
     sources=["words", "words"],
+    images=[ImageSpan(1, 1, "d")],
 )
 MESSAGES = [
     WorkerHello(worker="env-0", source="words", capacity=8, num_tasks=None, running=["r"]),
@@ -54,11 +57,12 @@ MESSAGES = [
                sampling={"temperature": 1.0, "max_tokens": 16, "stop": None}),
     CancelRollout(rollout_id="r"),
     RolloutDone(worker="env-0", rollout=Rollout(rollout_id="r", source="words", task_id="t", samples=[SAMPLE],
-                reward=1.0), messages='[{"role": "user"}]'),
+                images={"d": b"\x89PNG"}, reward=1.0), messages='[{"role": "user"}]'),
     RolloutDone(worker="env-0", rollout=Rollout(rollout_id="r", source="words", task_id="t",
                 failure=Failure(kind="inference", type="Timeout", message="late"))),
     BatchRequest(rank=0, world=2, step=4, checkpointed=3, report=StepReport(step=3, metrics={"loss": 0.5})),
-    RankBatch(step=4, rank=1, micro_batches=[MICRO], sample_ids=["r/0"], journal_offset=99),
+    RankBatch(step=4, rank=1, micro_batches=[MICRO], sample_ids=["r/0"], journal_offset=99,
+              images={"d": b"\x89PNG"}),
     RankBatch(step=5, rank=1, micro_batches=[], sample_ids=[], journal_offset=99, last=True),
 ]  # fmt: skip
 

@@ -72,3 +72,21 @@ def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
     assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay"]
     config.model.impl = "auto"
     assert find_model_problems(config) == []
+
+
+def test_what_a_model_that_sees_cannot_do_is_refused(tmp_path):
+    config = make_config(tmp_path, "auto", model_type="qwen3_vl")
+    config.lora.rank, config.model.freeze_vision, config.update.kv = 8, False, "keep"
+    assert [problem.key for problem in find_model_problems(config)] == ["model.path", "lora.rank", "update.kv"]
+    for key, value in {"limit_mm_per_prompt": {"image": 0}, "language_model_only": True}.items():
+        config.inference.vllm[key] = value
+        assert find_model_problems(config)[0].key == f"inference.vllm.{key}"
+    config.inference.vllm.clear()
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    config.lora.rank, config.model.freeze_vision = 0, True
+    assert find_model_problems(config) == []
+    config.model.impl = "native"
+    [problem] = find_model_problems(config)
+    assert str(problem).startswith(
+        "model.impl = 'native': expected auto or hf for this model, since qwen3_vl is not among"
+    )

@@ -10,7 +10,7 @@ from prime_hpc.algorithms.packing import arrange, pack
 from prime_hpc.algorithms.tenants import split_by_adapter
 from prime_hpc.models.spec import train_flops
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, MicroBatch, PolicyVersion, RoutedExperts, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, ImageSpan, MicroBatch, PolicyVersion, RoutedExperts, Sample
 from tools.bench_packing import SHAPE, lognormal_lengths, measure
 
 
@@ -176,6 +176,35 @@ def test_experts_follow_their_tokens_and_are_negative_where_there_is_no_record()
     [[cut]] = pack([recorded], 1, 2)
     assert cut.routed_experts.numpy().tolist() == experts[:2].tolist()
     assert pack([sample(2)], 1, 8)[0][0].routed_experts is None
+
+
+def shown(n: int, name: str, *images: tuple[int, int]) -> Sample:
+    """A sample with images of these starts and lengths, named after it."""
+    spans = [ImageSpan(start, length, f"{name}{i}") for i, (start, length) in enumerate(images)]
+    return msgspec.structs.replace(sample(n, name), images=spans)
+
+
+def test_images_follow_their_tokens_among_text():
+    [[micro]] = pack([sample(6, "text"), shown(5, "b", (1, 2)), shown(9, "a", (1, 3), (5, 2))], 1, 32)
+    starts = dict(zip(micro.sources, np.cumsum([0, *micro.seq_lens]).tolist(), strict=False))
+    assert {image.digest: image.start for image in micro.images} == {
+        "a0": starts["a"] + 1, "a1": starts["a"] + 5, "b0": starts["b"] + 1,
+    }  # fmt: skip
+    assert [image.start for image in micro.images] == sorted(image.start for image in micro.images)
+    assert [micro.token_ids.numpy()[image.start] for image in micro.images if image.digest == "a1"] == [5]
+    assert split_by_adapter(micro)[0].micro is micro
+
+
+@pytest.mark.parametrize(("max_tokens", "length", "images"), [(9, 9, 2), (8, 8, 2), (7, 5, 1), (5, 5, 1), (4, 2, 0)])
+def test_a_row_that_is_cut_splits_no_image(max_tokens, length, images):
+    [[micro]] = pack([shown(9, "a", (2, 3), (5, 3))], 1, max_tokens)
+    assert (micro.seq_lens, len(micro.images)) == ([length], images)
+    assert {len(micro.token_ids), len(micro.mask), len(micro.advantages), len(micro.versions)} == {length}
+
+
+def test_a_dummy_shows_nothing():
+    [[real], [dummy]] = pack([shown(5, "a", (1, 2))], 2, 8)
+    assert len(real.images) == 1 and not trains(dummy) and dummy.images == []
 
 
 def of_adapter(n: int, adapter: str) -> Sample:

@@ -21,7 +21,7 @@ from prime_hpc.observe.records import (
     version_runs,
 )
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import NOT_SAMPLED, Failure, PolicyVersion, Rollout, RolloutDone, Sample
+from prime_hpc.transport.messages import NOT_SAMPLED, Failure, ImageSpan, PolicyVersion, Rollout, RolloutDone, Sample
 from tests.unit.test_monitor import role
 
 V1, V2 = PolicyVersion(0, 1).pack(), PolicyVersion(3, 2).pack()
@@ -62,6 +62,7 @@ def test_a_record_holds_what_was_sampled(tmp_path):
         "token_ids": [7, 8, 9, 10],
         "mask": [0, 1, 1, 1],
         "versions": [["0.1", 1, 3], ["3.2", 3, 4]],
+        "images": [],
         **dict.fromkeys(OPTIONAL),
     }
 
@@ -127,14 +128,18 @@ def test_records_past_their_budget_are_removed_oldest_first(tmp_path: Path) -> N
 def test_a_recorded_batch_is_the_batch_that_was_trained(tmp_path):
     recorder, rollouts = RolloutRecorder(role(tmp_path)), tmp_path / "rollouts"
     [sample] = done("a").rollout.samples
+    images = {"d": b"\x89PNG\xff"}
     trained = msgspec.structs.replace(
-        sample, advantages=Array.of([0, 0.1, -0.3, 0], "f4"), ce_weights=Array.of([0.2, 0, 0, 0], "f4")
+        sample,
+        images=[ImageSpan(1, 2, "d")],
+        advantages=Array.of([0, 0.1, -0.3, 0], "f4"),
+        ce_weights=Array.of([0.2, 0, 0, 0], "f4"),
     )
-    recorder.add(1, done("a", reward=1.0), {sample.sample_id: trained})
+    recorder.add(1, done("a", reward=1.0, images=images), {sample.sample_id: trained})
     recorder.add(1, done("b", reward=0.0))
     manifest = BatchManifest(step=1, lineage=0, sample_ids=[sample.sample_id], journal_offset=7, lr=0.5)
     recorder.flush(1, manifest)
-    assert read_batch(rollouts, 1) == (manifest, [trained])
+    assert read_batch(rollouts, 1) == (manifest, [trained], images)
     recorder.add(1, done("b", reward=0.0))
     recorder.flush(1, manifest)
     with pytest.raises(CorruptData, match="does not hold the samples"):

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -12,7 +13,7 @@ from prime_hpc.envs import scoring
 from prime_hpc.envs.scoring import Hints, Scorer
 from prime_hpc.errors import EnvironmentFailure, InferenceFailure
 from prime_hpc.transport.arrays import Array
-from prime_hpc.transport.messages import Endpoint, Sample
+from prime_hpc.transport.messages import Endpoint, ImageSpan, Sample
 
 
 class Reference:
@@ -56,6 +57,14 @@ def add(reference: Reference, samples: list[Sample], hint: list[int], **endpoint
             await runner.cleanup()
 
     asyncio.run(scenario())
+
+
+def test_samples_with_images_are_not_scored() -> None:
+    seen = msgspec.structs.replace(sample(5, 6), images=[ImageSpan(0, 1, "d")])
+    reference = Reference()
+    with pytest.raises(EnvironmentFailure, match="the policy was shown an image"):
+        add(reference, [sample(5), seen], [])
+    assert reference.asked == []
 
 
 def test_every_token_is_scored_behind_the_hint(monkeypatch: pytest.MonkeyPatch) -> None:

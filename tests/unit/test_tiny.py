@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from renderers import config_from_name, create_renderer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from prime_hpc.models.tiny import make_char_tokenizer, make_tiny_model
+from prime_hpc.models.tiny_vision import make_vision_model
 
 USER, ASSISTANT, EOS = 1, 2, 3
 CONVERSATION = [
@@ -75,3 +77,22 @@ def test_a_seed_decides_the_weights_and_leaves_the_callers_generator_alone(tiny_
     directories = (tiny_model, tmp_path / "same", tmp_path / "other")
     weights = [(path / "model.safetensors").read_bytes() for path in directories]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_the_tiny_model_that_sees_speaks_as_the_renderer_of_its_family(tiny_vision_model: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_vision_model)
+    shown = [{"type": "image_url", "image_url": {"url": "unread"}}, {"type": "text", "text": "name it"}]
+    messages = [{"role": "user", "content": shown}, {"role": "assistant", "content": "red"},
+                {"role": "user", "content": "again"}]  # fmt: skip
+    renderer = create_renderer(tokenizer, config_from_name("qwen3-vl"))
+    rendered = renderer.render(messages, add_generation_prompt=True, process_multimodal=False)
+    assert rendered.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(rendered.token_ids).startswith("<|im_start|>user\n<|vision_start|><|image_pad|><|")
+
+
+def test_the_tiny_model_that_sees_has_the_promised_size(tiny_vision_model: Path, tmp_path: Path):
+    make_vision_model(tmp_path, seed=0)
+    same = (tiny_vision_model / "model.safetensors").read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == same
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == 392_320

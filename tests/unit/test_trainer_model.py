@@ -25,9 +25,10 @@ from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.memory.accumulation import hold_gathered
-from prime_hpc.trainer.model import PackedRow, PolicyModel, build_policy
+from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.probe import sample_replies
+from prime_hpc.trainer.row import PackedRow
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}  # fmt: skip

@@ -85,6 +85,7 @@ def test_batches_run_through_every_epoch_in_a_new_order():
 @pytest.mark.parametrize(("text", "expected"), [
     ('{"messages": [{"role": "user"}]}\n{"messages": []}\n', ":2'.*not empty"),
     ('{"messages": [}\n', ":1'.*JSON object"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}\n', ":1'.*messages of text"),
     ("", "at least one row"),
 ])  # fmt: skip
 def test_bad_data_is_refused_by_line(text, expected, tmp_path: Path):

@@ -16,7 +16,7 @@ from prime_hpc.trainer.parallel.ring import Chunks, RingAttention
 from prime_hpc.trainer.parallel.ulysses import UlyssesAttention
 
 if TYPE_CHECKING:
-    from prime_hpc.trainer.model import PackedRow
+    from prime_hpc.trainer.row import PackedRow
 
 
 @dataclass(frozen=True)
