@@ -60,7 +60,7 @@ class Case:
 WARMUPS = {
     "words": Warmup(make_reverse_text.__name__, (), 0.2),
     "teacher": Warmup(make_reverse_text.__name__, (), 0.7),
-    "shown": Warmup(make_reverse_text.__name__, ("--shown",), 0.6),
+    "shown": Warmup(make_reverse_text.__name__, ("--shown",), 0.7),
     "names": Warmup(make_warmup.__name__, ("alphabet_sort_cpu",), 0.35),
     "cards": Warmup(make_warmup.__name__, ("kuhn_poker_cpu",), 0.4),
     "sums": Warmup(make_warmup.__name__, ("proposer_solver_cpu",), 0.25),
@@ -78,7 +78,7 @@ CASES = (
     Case("opd", overrides=(*EVALUATED, *TEACHER)),
     Case("sft", overrides=(*EVALUATED, *TEACHER)),
     Case("opsd", warmup="shown", overrides=(*EVALUATED, *DEMONSTRATION)),
-    Case("echo", "names", "alphabet_sort_cpu", ("algorithm.echo={user: 0.1}",), ("train/all/reward",)),
+    Case("echo", "names", "alphabet_sort_cpu", ("algorithm.echo={user: 0.02}",), ("nll",), falls=True),
     Case("rae", "cards", "kuhn_poker_cpu", (), ("train/all/first/illegal", "train/all/second/illegal"), falls=True),
     Case("hierarchical_grpo", "sums", "proposer_solver_cpu", (), ("train/all/solver/right",)),
 )  # fmt: skip

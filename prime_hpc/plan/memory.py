@@ -10,7 +10,16 @@ from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.models import spec
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.devices import GIB, Device
-from prime_hpc.plan.peak import BYTES, MASTER, MOMENTS, Parts, kept_activations, trained_params, training_peak
+from prime_hpc.plan.peak import (
+    BYTES,
+    MASTER,
+    MOMENTS,
+    Parts,
+    kept_activations,
+    sharing_ranks,
+    trained_params,
+    training_peak,
+)
 from prime_hpc.plan.workload import longest_row
 
 ENGINE_RESERVE = 1.2 * GIB
@@ -75,7 +84,10 @@ def _being_written(config: RunConfig, hf_config: HFConfig) -> Parts:
     if config.mode == "bench":
         return {}
     trained = MASTER * trained_params(config, hf_config) * (1 + MOMENTS[config.optimizer.name])
-    return {"checkpoint being written": trained / _shards(config), "weights being written": _written(config, hf_config)}
+    return {
+        "checkpoint being written": trained / sharing_ranks(config),
+        "weights being written": _written(config, hf_config),
+    }
 
 
 def _offloaded(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> Parts:
@@ -83,16 +95,11 @@ def _offloaded(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> Parts
     trainer, parts = config.trainer, {}
     if trainer.optimizer_offload:
         moments = MASTER * MOMENTS[config.optimizer.name] * trained_params(config, hf_config)
-        parts["optimiser"] = moments / _shards(config)
+        parts["optimiser"] = moments / sharing_ranks(config)
     if trainer.activation_offload:
         _, kept = kept_activations(config, hf_config, on_gpu=True)
         parts["activations"] = row_tokens / trainer.parallel.cp * sum(kept)
     return parts
-
-
-def _shards(config: RunConfig) -> float:
-    """Ranks that share a copy of the parameters."""
-    return trainer_ranks(config) / config.trainer.parallel.dp_replicate
 
 
 def engine_memory(config: RunConfig, hf_config: HFConfig, *, gpus: int, device: Device | None = None,

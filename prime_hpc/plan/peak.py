@@ -49,6 +49,12 @@ def trained_params(config: RunConfig, hf_config: HFConfig) -> float:
     return min(1.0, 2 * config.lora.rank / hidden * len(config.lora.adapters)) * parameters
 
 
+def sharing_ranks(config: RunConfig) -> int:
+    """Trainer ranks that hold one copy of the parameters among them."""
+    degrees = choose_degrees(config, trainer_ranks(config))
+    return degrees.fsdp * degrees.tp
+
+
 def kept_activations(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> tuple[list[int], list[int]]:
     """Bytes of each block for one token that its backward pass needs, and of these what is kept from the forward."""
     trainer, width = config.trainer, BYTES[config.trainer.dtype]
@@ -200,7 +206,7 @@ class _Step:
 
     @cached_property
     def _shards(self) -> int:
-        return self._degrees.fsdp * self._degrees.tp
+        return sharing_ranks(self.config)
 
     @cached_property
     def _hidden(self) -> int:
