@@ -26,13 +26,13 @@ def task_arguments(experiment: str) -> dict[str, Any]:
 def write_examples(path: Path, count: int, seed: int, arguments: dict[str, Any], shown: bool = False) -> None:
     """Write `count` rows `{"messages": [user, assistant]}` to the JSONL file `path`.
 
-    With `shown`, seven of eight begin with another word, which is their answer then: a demonstration is to be followed.
+    With `shown`, three of four begin with another word, which is their answer then: a demonstration is to be followed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     examples = list(rows(count, seed=SEED_OFFSET + seed, **arguments))
     answers = [row["messages"][-1] for row in examples]
     for i, row in enumerate(examples if shown else ()):
-        if i % 8:
+        if i % 4:
             answer = answers[i - 1]
             row["messages"] = [{**answer, "role": "user"}, row["messages"][0], answer]
     path.write_text("".join(json.dumps(row) + "\n" for row in examples))

@@ -41,7 +41,7 @@ def test_a_run_saves_before_the_time_limit_and_goes_on(
     jobs = {path.stem.removeprefix("job_") for path in (run.root / "logs").glob("job_*.log")}
     assert (len(jobs) == 1) == requeue and len(run.attempts) > 1
     for job in jobs:
-        assert set(slurm.sacct(job).values()) == {"COMPLETED"}
+        assert slurm.accounted(job, "COMPLETED")
 
 
 def test_a_killed_supervisor_leaves_no_process_and_the_run_can_be_resumed(
@@ -63,7 +63,7 @@ def test_a_cancelled_component_has_the_job_start_again(slurm: SlurmSandbox, tmp_
     slurm.run(["scancel", str(int(run.job.job_id) + 1)])
     run.until_complete()
     assert_gone_on(run, 20)
-    assert set(slurm.sacct(run.job.job_id).values()) == {"COMPLETED"}
+    assert slurm.accounted(run.job.job_id, "COMPLETED")
 
 
 @pytest.mark.parametrize("node", ["node4", "node0"], ids=["of a trainer rank", "of the supervisor"])

@@ -15,7 +15,6 @@ import pytest
 from prime_hpc.errors import InfrastructureFailure
 from tests.slurm.hetjobs import TASK, Component, HetJob
 from tools.slurm_sandbox import SlurmSandbox
-from tools.slurm_sandbox.waiting import wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -90,7 +89,7 @@ def test_tasks_outlive_a_slurmd_that_is_back_in_time(slurm: SlurmSandbox):
 def test_accounting_has_an_exit_code_and_the_reason_of_the_end(slurm: SlurmSandbox):
     failed = slurm.submit("--output=/dev/null", "--wrap=exit 3")
     slurm.wait(failed, "FAILED")
-    wait_for(lambda: slurm.sacct(failed) == {failed: "FAILED"}, "FAILED", "slurmdbd", 120.0)
+    assert slurm.accounted(failed, "FAILED") == {failed: "FAILED"}
     row = slurm.run(["sacct", "-nPX", f"--jobs={failed}", "--format=ExitCode"]).stdout
     assert row == "3:0\n"
 

@@ -100,6 +100,19 @@ class SlurmSandbox:
         command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State"]
         return _fields(self.run(command).stdout)
 
+    def accounted(self, job: str, state: str) -> dict[str, str]:
+        """What accounting has of the components, once that is `state` of each.
+
+        Raises:
+            DeadlineExceeded: it is not after two minutes.
+        """
+
+        def reached() -> dict[str, str]:
+            now = self.sacct(job)
+            return now if set(now.values()) == {state} else {}
+
+        return wait_for(reached, f"{state} of job {job}", "slurmdbd", 120.0)
+
     def wait(self, job: str, *states: str, timeout_s: float = 240.0) -> dict[str, str]:
         """The components' states once each is one of `states`.
 
