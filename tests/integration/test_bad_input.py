@@ -87,7 +87,8 @@ CASES = {
             "env.train.0.id = 'prime_hpc.envs.revers_text': expected an installed module of a verifiers taskset; "
             "bundled are prime_hpc.envs.alphabet_sort, prime_hpc.envs.bug_fix, prime_hpc.envs.colour_row, "
             "prime_hpc.envs.kuhn_poker, prime_hpc.envs.math, prime_hpc.envs.proposer_solver, "
-            "prime_hpc.envs.reverse_text, prime_hpc.envs.wiki_search, prime_hpc.envs.wordle, harbor, nemo_gym, openenv, textarena; "
+            "prime_hpc.envs.reverse_text, prime_hpc.envs.wiki_search, prime_hpc.envs.wordle, harbor, nemo_gym, "
+            "openenv, textarena; "
             "did you mean 'prime_hpc.envs.reverse_text'?",
         ],
     ),
