@@ -80,7 +80,7 @@ CASES = (
     Case("opsd", warmup="shown", overrides=(*EVALUATED, *DEMONSTRATION)),
     Case("echo", "names", "alphabet_sort_cpu", ("algorithm.echo={user: 0.02}",), ("nll",), falls=True),
     Case("rae", "cards", "kuhn_poker_cpu", (), ("train/all/first/illegal", "train/all/second/illegal"), falls=True),
-    Case("hierarchical_grpo", "sums", "proposer_solver_cpu", (), ("train/all/solver/right",)),
+    Case("hierarchical_grpo", "sums", "proposer_solver_cpu", (), ("train/all/reward",)),
 )  # fmt: skip
 
 
@@ -135,6 +135,8 @@ def launch(out: Path, name: str, arguments: list[str]) -> None:
 def ends(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> tuple[float, float]:
     """Mean of some metrics over the first and over the last rows that have them all."""
     values = [fmean(row[name] for name in names) for row in rows if all(name in row for name in names)]
+    if len(values) < 2:
+        sys.exit(f"fewer than two steps have {', '.join(names)}")
     size = min(WINDOW, len(values) // 2)
     return fmean(values[:size]), fmean(values[-size:])
 
