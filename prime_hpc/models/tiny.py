@@ -7,6 +7,7 @@ importing this module costs nothing.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,21 +40,29 @@ def make_char_tokenizer(path: Path, alphabet: str = LETTERS) -> PreTrainedTokeni
     Decoding an encoded text gives it back unchanged. A character outside `alphabet` becomes `<pad>`: it may not raise,
     as `renderers` encodes the markers of reasoning formats with any tokenizer to look for them in a reply.
     """
+    return write_char_tokenizer(path, SPECIAL_TOKENS, alphabet, pad=PAD, eos=EOS, template=CHAT_TEMPLATE,
+                                max_length=MAX_POSITIONS)  # fmt: skip
+
+
+def write_char_tokenizer(path: Path, special: Sequence[str], alphabet: str, *, pad: str, eos: str, template: str,
+                         max_length: int) -> PreTrainedTokenizerFast:  # fmt: skip
+    """Write a tokenizer of the `special` tokens, whose ids come first, and of one token a character to `path`; anything
+    else becomes `pad`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    vocabulary = {token: i for i, token in enumerate((*special, *dict.fromkeys(alphabet)))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=pad))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
+        pad_token=pad,
+        eos_token=eos,
+        additional_special_tokens=[token for token in special if token not in (pad, eos)],
+        chat_template=template,
         clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
+        model_max_length=max_length,
     )
     tokenizer.save_pretrained(path)
     return tokenizer

@@ -11,7 +11,7 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_hpc.models.tiny import VOCAB_MULTIPLE
+from prime_hpc.models.tiny import VOCAB_MULTIPLE, write_char_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -67,24 +67,8 @@ def make_vision_tokenizer(path: Path, alphabet: str = LETTERS) -> PreTrainedToke
 
     A character outside `alphabet` becomes `<|endoftext|>`.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=list(SPECIAL_TOKENS),
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
-    tokenizer.save_pretrained(path)
-    return tokenizer
+    return write_char_tokenizer(path, SPECIAL_TOKENS, alphabet, pad=PAD, eos=END, template=CHAT_TEMPLATE,
+                                max_length=MAX_POSITIONS)  # fmt: skip
 
 
 def _write_image_processor(path: Path) -> None:
