@@ -24,7 +24,8 @@ class Trajectory:
 
 
 def trajectories(rollout: Rollout) -> list[Trajectory]:
-    """The trajectories of a rollout: one for each seat, or the whole rollout where one agent played.
+    """The trajectories of a rollout: one for each seat that sampled anything, or the whole rollout where seats were not
+    told apart. A seat whose turn never came did nothing for its reward, which therefore enters no baseline.
 
     Raises:
         ValueError: the rollout has no reward.
@@ -38,6 +39,7 @@ def trajectories(rollout: Rollout) -> list[Trajectory]:
     for seat in rollout.seats:
         samples = tuple(rollout.samples[start : start + seat.num_samples])
         start += seat.num_samples
-        played.append(Trajectory(seat.reward, seat.agent, rollout.rollout_id, seat.prompt_tokens,
-                                 seat.completion_tokens, seat.num_turns, samples))  # fmt: skip
+        if samples:
+            played.append(Trajectory(seat.reward, seat.agent, rollout.rollout_id, seat.prompt_tokens,
+                                     seat.completion_tokens, seat.num_turns, samples))  # fmt: skip
     return played

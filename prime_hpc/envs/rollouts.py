@@ -43,7 +43,7 @@ def make_rollout(
     """The rollout of an episode. `stamps` are those of each trace, by trace id; `seconds` is how long it took; `echo`
     gives cross-entropy weights of what the environment said, by role.
 
-    With several policy traces the reward is their mean, as it is one rollout's, and each has a seat with its own.
+    Each policy trace has a seat with its own reward; the reward of the rollout, which is one number, is their mean.
 
     Raises:
         ImageNotTrained: the policy was shown an image that cannot be kept with its tokens; an evaluation keeps none.
@@ -71,8 +71,7 @@ def make_rollout(
             samples, cut = make_samples(trace, stamps[trace.id], source, seq_len, echo, gallery)
             rollout.samples += samples
             rollout.truncated |= cut
-            if len(traces) > 1:
-                rollout.seats.append(_seat(trace, len(samples)))
+            rollout.seats.append(_seat(trace, len(samples)))
         for index, sample in enumerate(rollout.samples):
             sample.sample_id = f"{request.rollout_id}/{index}"
             sample.adapter = request.adapter

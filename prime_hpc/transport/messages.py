@@ -121,7 +121,7 @@ class Failure(msgspec.Struct, kw_only=True):
 
 
 class Seat(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One agent's part in an episode that several play: its reward, its lengths and how many samples are its."""
+    """One agent's part in an episode: its reward, its lengths and how many samples are its."""
 
     agent: str
     reward: float
@@ -134,8 +134,8 @@ class Seat(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both).
 
-    `seats` are there where the policy played several, in the order of their samples. `images` holds the encoded images
-    (PNG, JPEG) that the policy was shown, by digest.
+    `seats` are those that the policy played, in the order of their samples. `images` holds the encoded images (PNG, JPEG)
+    that the policy was shown, by digest.
     """
 
     rollout_id: str

@@ -106,6 +106,14 @@ def test_the_seats_of_a_rollout_are_its_trajectories() -> None:
     assert (black.agent, black.reward, black.episode) == ("black", -1.0, "r")
 
 
+def test_a_seat_whose_turn_never_came_enters_no_baseline() -> None:
+    seats = [Seat(agent="white", reward=-1.0, num_samples=1), Seat(agent="black", reward=1.0, num_samples=0)]
+    rollout = Rollout(rollout_id="r", source="a", task_id="t", reward=0.0, seats=seats, samples=[sample("0")])
+    assigner = CreditAssigner(RAE(decay=0.5))
+    assigner.assign([trajectories(rollout)])
+    assert assigner.state() == {"white": -0.5}
+
+
 def test_a_rollout_without_seats_is_one_trajectory() -> None:
     rollout = Rollout(rollout_id="r", source="a", task_id="t", reward=0.5, num_turns=2, prompt_tokens=3,
                       completion_tokens=4, samples=[sample("0")])  # fmt: skip

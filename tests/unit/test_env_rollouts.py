@@ -139,8 +139,10 @@ def test_only_seats_of_the_policy_count() -> None:
     ]
 
 
-def test_one_agent_needs_no_seats() -> None:
-    assert rollout_of(make_episode(make_trace(said(None, [1]), replied(0, [], [2])))).seats == []
+def test_one_agent_alone_has_a_seat_by_its_name() -> None:
+    proposal = make_trace(said(None, [1]), replied(0, [], [2]), name="proposer")
+    [seat] = rollout_of(make_episode(proposal)).seats
+    assert (seat.agent, seat.reward, seat.num_samples) == ("proposer", proposal.reward, 1)
 
 
 def answered(parent: int, ids: list[int], body: list[bool]) -> vf.MessageNode:
