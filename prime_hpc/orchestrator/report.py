@@ -83,7 +83,15 @@ def _scores(prefix: str, scored: list[Rollout]) -> Metrics:
     }
     for name in sorted({name for r in scored for name in r.metrics}):
         metrics[f"{prefix}/{name}"] = _mean([r.metrics[name] for r in scored if name in r.metrics])
-    return metrics
+    return metrics | {f"{prefix}/{agent}/reward": _mean(rewards) for agent, rewards in _seats(scored).items()}
+
+
+def _seats(scored: list[Rollout]) -> dict[str, list[float]]:
+    """Rewards of the agents, where there are several."""
+    rewards: dict[str, list[float]] = {}
+    for seat in (seat for r in scored for seat in r.seats):
+        rewards.setdefault(seat.agent, []).append(seat.reward)
+    return rewards if len(rewards) > 1 else {}
 
 
 def _failures(rollouts: list[Rollout]) -> Counter:
