@@ -1,6 +1,7 @@
 """The bundled environments of several turns, seats and tools, played by scripted policies."""
 
 import asyncio
+import re
 from itertools import islice
 
 import pytest
@@ -92,7 +93,7 @@ def test_both_seats_of_kuhn_poker_are_the_policy_and_their_rewards_cancel() -> N
         assert rewards["first"] == (-1.0 if second == 2 else 0.5)
         assert all(trace.num_turns == 1 for trace in game.traces)
     [first, second] = sorted(episode("kuhn_poker", lambda _: "raise").traces, key=lambda t: t.agent.name)
-    assert (first.reward, second.reward, second.num_turns) == (-1.0, 1.0, 0)
+    assert (first.reward, second.reward, second.num_turns) == (-1.5, 1.5, 0)
 
 
 def test_questions_are_answered_by_searching_and_reading() -> None:
@@ -141,10 +142,20 @@ def test_a_proposer_gains_from_what_is_neither_easy_nor_hopeless() -> None:
         return next(tries)
 
     played = episode("proposer_solver", reply, propose="hold {number}")
-    rewards = [(trace.agent.name, trace.reward) for trace in played.traces]
-    assert rewards == [("proposer", 1.0), *(("solver", r) for r in (1.0, 0.0, 1.0, 0.0))]
+    rewards = sorted((trace.agent.name, trace.reward) for trace in played.traces)
+    assert rewards == [("proposer", 1.0), *(("solver", r) for r in (0.0, 0.0, 1.0, 1.0))]
     [proposal] = episode("proposer_solver", lambda _: "two apples").traces
     assert proposal.reward == 0.0
+
+
+def test_a_solver_is_given_sums_to_be_measured_alone() -> None:
+    def reply(messages: list[dict]) -> str:
+        return str(value_of(messages[0]["content"]))
+
+    traces = episode("proposer_solver", reply, given=True, largest=9, solve="{sum}").traces
+    assert [(trace.agent.name, trace.reward) for trace in traces] == [("solver", 1.0)] * 4
+    [text] = {trace.messages[0].content for trace in traces}
+    assert re.fullmatch("[1-9][+-][1-9]", text)
 
 
 def test_mathematics_is_checked() -> None:

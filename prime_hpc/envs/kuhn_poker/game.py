@@ -3,6 +3,7 @@
 MOVES = {"": ("check", "bet"), "check": ("check", "bet"), "bet": ("call", "fold"), "check bet": ("call", "fold")}
 """Moves that are open after those made so far."""
 LOWEST, HIGHEST = 0, 2
+FORFEIT = 3
 
 
 def payoff(cards: tuple[int, int], history: list[str]) -> int:
@@ -14,8 +15,8 @@ def payoff(cards: tuple[int, int], history: list[str]) -> int:
 
 
 def forfeit(player: int) -> int:
-    """What the first player wins where `player` made a move that is not open: as if a bet had been lost."""
-    return 2 if player == 1 else -2
+    """What the first player wins where `player` made a move that is not open: more than any open move can lose."""
+    return FORFEIT if player == 1 else -FORFEIT
 
 
 def blunders(card: int, player: int, history: list[str]) -> dict[str, float]:

@@ -2,9 +2,16 @@
 
 import ast
 import operator
+import random
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 LONGEST, LARGEST = 200, 10**12
+
+
+def random_sum(generator: random.Random, largest: int, number: int) -> str:
+    """`number`, a sign and another number from 1 to `largest`."""
+    other = generator.randint(1, largest)
+    return f"{number}{generator.choice('+-')}{other}"
 
 
 def value_of(text: str) -> int | None:
