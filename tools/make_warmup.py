@@ -1,7 +1,7 @@
 """A tiny model and examples to warm it up: `python -m tools.make_warmup EXPERIMENT --out DIR`.
 
-For `alphabet_sort_cpu` the examples are sorted lists, for `kuhn_poker_cpu` open moves at random, so that the model
-knows how to play and not how to win, for `proposer_solver_cpu` sums, set and done in turn.
+For `alphabet_sort_cpu` the examples are sorted lists, for `kuhn_poker_cpu` a beginner's moves, so that the
+model knows how to play and little of how to win, for `proposer_solver_cpu` sums, set and done in turn.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from prime_hpc.config.compose import conf_dir
 from prime_hpc.envs.alphabet_sort.taskset import AlphabetSortConfig, AlphabetSortTaskset
-from prime_hpc.envs.kuhn_poker.game import MOVES
+from prime_hpc.envs.kuhn_poker.game import MOVES, blunders
 from prime_hpc.envs.kuhn_poker.taskset import CARDS, KuhnPokerConfig, told
-from prime_hpc.envs.proposer_solver.sums import value_of
+from prime_hpc.envs.proposer_solver.sums import random_sum, value_of
 from prime_hpc.envs.proposer_solver.taskset import ProposerSolverConfig
 from prime_hpc.models.tiny import make_tiny_model
 
@@ -37,13 +37,17 @@ def sorted_lists(config: AlphabetSortConfig) -> Iterator[Conversation]:
                for said, answer in zip([data.prompt, *data.further], data.answers, strict=True)]  # fmt: skip
 
 
-def open_moves(config: KuhnPokerConfig) -> Iterator[Conversation]:
-    """What one player of `kuhn_poker` was told and did up to a turn, and a move at random."""
+def beginners_moves(config: KuhnPokerConfig) -> Iterator[Conversation]:
+    """What one player of `kuhn_poker` was told and did up to a turn, and a move at random; one that loses for sure is
+    drawn again, once."""
     generator = random.Random(config.seed)
     while True:
         before, moves = generator.choice(list(MOVES.items()))
-        made, card = [*before.split(), generator.choice(moves)], generator.randrange(len(CARDS))
-        player = (len(made) - 1) % 2
+        card, history = generator.randrange(len(CARDS)), before.split()
+        player = len(history) % 2
+        made = [*history, generator.choice(moves)]
+        if blunders(card, player, made).get("blunder"):
+            made = [*history, generator.choice(moves)]
         yield [(told(config.prompt, card, player, made[:i], MOVES[" ".join(made[:i])]), made[i])
                for i in range(player, len(made), 2)]  # fmt: skip
 
@@ -52,15 +56,15 @@ def sums(config: ProposerSolverConfig) -> Iterator[Conversation]:
     """A sum of two numbers as the proposer of `proposer_solver` writes it, then the same as the solver does it."""
     generator = random.Random(config.seed)
     while True:
-        number, other = (generator.randint(1, config.largest) for _ in range(2))
-        text = f"{number}{generator.choice('+-')}{other}"
+        number = generator.randint(1, config.largest)
+        text = random_sum(generator, config.largest, number)
         yield [(config.propose.replace("{number}", str(number)), text)]
         yield [(config.solve.replace("{sum}", text), str(value_of(text)))]
 
 
 MAKERS: dict[str, tuple[type, Callable[..., Iterator[Conversation]]]] = {
     "alphabet_sort_cpu": (AlphabetSortConfig, sorted_lists),
-    "kuhn_poker_cpu": (KuhnPokerConfig, open_moves),
+    "kuhn_poker_cpu": (KuhnPokerConfig, beginners_moves),
     "proposer_solver_cpu": (ProposerSolverConfig, sums),
 }
 

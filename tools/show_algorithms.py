@@ -31,16 +31,17 @@ HELD_OUT = ("eval/held_out/reward",)
 
 @dataclass(frozen=True)
 class Warmup:
-    """A model that has seen examples until it answers a share of those held out."""
+    """A model that has seen examples until it answers a share of those held out, or for some steps."""
 
     module: str
     arguments: tuple[str, ...]
-    stop_at: float
+    stop_at: float | None = None
+    steps: int = 400
 
 
 @dataclass(frozen=True)
 class Case:
-    """An algorithm, the warm-up it begins with, and metrics whose mean it has to move."""
+    """An algorithm, the warm-up it begins with, and metrics that it has to move."""
 
     algorithm: str
     warmup: str = "words"
@@ -48,11 +49,12 @@ class Case:
     overrides: tuple[str, ...] = EVALUATED
     signal: tuple[str, ...] = HELD_OUT
     falls: bool = False
+    rate: str = "1e-4"
 
-    def arguments(self, out: Path, steps: int) -> list[str]:
+    def arguments(self, out: Path, steps: int, seed: int) -> list[str]:
         """Of the launch command."""
-        return [f"+experiment={self.experiment}", f"algorithm={self.algorithm}", f"max_steps={steps}",
-                "checkpoint.every=0", "optimizer.lr=1e-4", "optimizer.warmup_steps=3",
+        return [f"+experiment={self.experiment}", f"algorithm={self.algorithm}", f"max_steps={steps}", f"seed={seed}",
+                "checkpoint.every=0", f"optimizer.lr={self.rate}", "optimizer.warmup_steps=3",
                 f"model.path={out / self.warmup / 'model'}",
                 *(override.replace(FOLDER, str(out)) for override in self.overrides)]  # fmt: skip
 
@@ -62,7 +64,7 @@ WARMUPS = {
     "teacher": Warmup(make_reverse_text.__name__, (), 0.7),
     "shown": Warmup(make_reverse_text.__name__, ("--shown",), 0.7),
     "names": Warmup(make_warmup.__name__, ("alphabet_sort_cpu",), 0.35),
-    "cards": Warmup(make_warmup.__name__, ("kuhn_poker_cpu",), 0.4),
+    "cards": Warmup(make_warmup.__name__, ("kuhn_poker_cpu",), steps=200),
     "sums": Warmup(make_warmup.__name__, ("proposer_solver_cpu",), 0.25),
 }
 TEACHER = ("algorithm.teacher=teacher", f"frozen={{teacher: {{path: {FOLDER}/teacher/model}}}}")
@@ -79,8 +81,9 @@ CASES = (
     Case("sft", overrides=(*EVALUATED, *TEACHER)),
     Case("opsd", warmup="shown", overrides=(*EVALUATED, *DEMONSTRATION)),
     Case("echo", "names", "alphabet_sort_cpu", ("algorithm.echo={user: 0.02}",), ("nll",), falls=True),
-    Case("rae", "cards", "kuhn_poker_cpu", (), ("train/all/first/illegal", "train/all/second/illegal"), falls=True),
-    Case("hierarchical_grpo", "sums", "proposer_solver_cpu", (), ("train/all/reward",)),
+    Case("rae", "cards", "kuhn_poker_cpu", (), ("eval/self_play/first/blunder", "eval/self_play/second/blunder"),
+         falls=True),
+    Case("hierarchical_grpo", "sums", "proposer_solver_cpu", (), ("eval/given/reward",), rate="3e-4"),
 )  # fmt: skip
 
 
@@ -95,6 +98,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms; all of them when left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of models and runs")
     parser.add_argument("--steps", type=int, default=24, help="optimiser steps of each run")
+    parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling")
     options = parser.parse_args()
     out, astray = options.out.resolve(), []
     out.mkdir(parents=True, exist_ok=True)
@@ -103,11 +107,13 @@ def main() -> int:
     for case in cases:
         for name in ("teacher", case.warmup) if TEACHER[0] in case.overrides else (case.warmup,):
             warm_up(out, name)
-        launch(out, case.algorithm, case.arguments(out, options.steps))
-        begin, end = ends(read_metrics(out / case.algorithm / "metrics.jsonl").values(), case.signal)
-        print(f"| {case.algorithm} | {', '.join(case.signal)} | {begin:.3f} | {end:.3f} |", flush=True)
-        if end <= begin if not case.falls else end >= begin:
-            astray.append(case.algorithm)
+        launch(out, case.algorithm, case.arguments(out, options.steps, options.seed))
+        rows = read_metrics(out / case.algorithm / "metrics.jsonl").values()
+        for name in case.signal:
+            begin, end = ends(rows, name)
+            print(f"| {case.algorithm} | {name} | {begin:.3f} | {end:.3f} |", flush=True)
+            if end <= begin if not case.falls else end >= begin:
+                astray.append(f"{case.algorithm} ({name})")
     if astray:
         print("no progress:", ", ".join(astray))
     return bool(astray)
@@ -120,8 +126,9 @@ def warm_up(out: Path, name: str) -> None:
         return
     examples = folder / "examples"
     subprocess.run([sys.executable, "-m", warmup.module, *warmup.arguments, "--out", str(examples)], check=True)
-    launch(out, name, ["+experiment=tiny_sft_cpu", f"model.path={examples}",
-                       f"trainer.sft.probe.stop_at={warmup.stop_at}"])  # fmt: skip
+    stop_at = "null" if warmup.stop_at is None else warmup.stop_at
+    launch(out, name, ["+experiment=tiny_sft_cpu", f"model.path={examples}", f"max_steps={warmup.steps}",
+                       f"trainer.sft.probe.stop_at={stop_at}"])  # fmt: skip
 
 
 def launch(out: Path, name: str, arguments: list[str]) -> None:
@@ -132,11 +139,11 @@ def launch(out: Path, name: str, arguments: list[str]) -> None:
         subprocess.run(command, check=True, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
 
 
-def ends(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> tuple[float, float]:
-    """Mean of some metrics over the first and over the last rows that have them all."""
-    values = [fmean(row[name] for name in names) for row in rows if all(name in row for name in names)]
+def ends(rows: Iterable[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Mean of a metric over the first and over the last rows that have it."""
+    values = [row[name] for row in rows if name in row]
     if len(values) < 2:
-        sys.exit(f"fewer than two steps have {', '.join(names)}")
+        sys.exit(f"fewer than two steps have {name}")
     size = min(WINDOW, len(values) // 2)
     return fmean(values[:size]), fmean(values[-size:])
 

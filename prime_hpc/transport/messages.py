@@ -134,8 +134,8 @@ class Seat(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both).
 
-    `seats` are those that the policy played, in the order of their samples. `images` holds the encoded images (PNG, JPEG)
-    that the policy was shown, by digest.
+    `seats` are those that the policy played, in the order of their samples. `images` holds the encoded images (PNG,
+    JPEG) that the policy was shown, by digest.
     """
 
     rollout_id: str

@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.envs.killable import KillablePool, Killed
-from prime_hpc.envs.kuhn_poker.game import MOVES, blunders, payoff
+from prime_hpc.envs.kuhn_poker.game import MOVES, blunders, forfeit, payoff
 from prime_hpc.envs.proposer_solver.sums import value_of
 from prime_hpc.envs.wiki_search.corpus import Corpus
 from prime_hpc.envs.wordle.taskset import guess_of
@@ -69,6 +69,7 @@ def test_payoffs_of_every_game_of_kuhn_poker() -> None:
 
     go_on([])
     assert games == {"check check": 1, "check bet call": 2, "check bet fold": -1, "bet call": 2, "bet fold": 1}
+    assert (forfeit(0), forfeit(1)) == (-3, 3), "more than any game loses"
 
 
 def test_blunders_are_sure_losses_and_moves_that_are_not_open() -> None:

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from prime_hpc.envs.kuhn_poker.game import MOVES
+from prime_hpc.envs.kuhn_poker.game import MOVES, blunders
+from prime_hpc.envs.kuhn_poker.taskset import CARDS
 from tools.make_reverse_text import task_arguments, write_examples
 from tools.make_warmup import examples, row
 from tools.show_summary import describe
@@ -41,12 +42,16 @@ def test_examples_of_games_are_right_and_open() -> None:
         assert whole == "z".join(sorted([*first.split("z"), *second.split("z")]))
     conversation = [("a", "b"), ("c", "d")]
     assert [m["role"] for m in row(conversation)["messages"]] == ["user", "assistant"] * 2
-    made = [turn for conversation in examples("kuhn_poker_cpu", 0, ROWS) for turn in conversation]
-    assert len(made) > ROWS, "the first player may move twice"
+    made = [turn for conversation in examples("kuhn_poker_cpu", 0, 400) for turn in conversation]
+    assert len(made) > 400, "the first player may move twice"
     assert {said.split()[0] for said, _ in made} == {"jack", "queen", "king"}
+    mistakes = []
     for said, move in made:
-        history = said.partition("So far: ")[2].rstrip(". ").replace(",", "")
-        assert move in MOVES[history]
+        history = said.partition("So far: ")[2].rstrip(". ").replace(",", "").split()
+        assert move in MOVES[" ".join(history)]
+        found = blunders(CARDS.index(said.split()[0]), len(history) % 2, [*history, move])
+        mistakes += [found["blunder"]] if "blunder" in found else []
+    assert 0.15 < sum(mistakes) / len(mistakes) < 0.35, "a mistake by chance is one of two, twice in a row one of four"
 
 
 def test_summary_shows_the_promised_numbers_the_curve_and_the_newest_logs(tmp_path: Path):

@@ -22,7 +22,7 @@ class ProposerSolverConfig(vf.TasksetConfig):
     largest: int = Field(99, ge=1)
     """Largest of them."""
     given: bool = False
-    """Draw the sums too, of two numbers each: the solver plays alone, and is measured on what no proposer has chosen."""
+    """Draw the sums too, of two numbers each: the solver plays alone, measured on what no proposer has chosen."""
     propose: str = "Write a sum with + - * and whole numbers that holds {number}. Reply with the sum alone."
     """What the proposer is told; `{number}` stands for the number."""
     solve: str = "{sum} = ? Reply with the number alone."
