@@ -50,12 +50,13 @@ class Case:
     signal: tuple[str, ...] = HELD_OUT
     falls: bool = False
     rate: str = "1e-4"
+    steps: int = 24
 
-    def arguments(self, out: Path, steps: int, seed: int) -> list[str]:
+    def arguments(self, out: Path, seed: int) -> list[str]:
         """Of the launch command."""
-        return [f"+experiment={self.experiment}", f"algorithm={self.algorithm}", f"max_steps={steps}", f"seed={seed}",
-                "checkpoint.every=0", f"optimizer.lr={self.rate}", "optimizer.warmup_steps=3",
-                f"model.path={out / self.warmup / 'model'}",
+        return [f"+experiment={self.experiment}", f"algorithm={self.algorithm}", f"seed={seed}",
+                f"max_steps={self.steps}", "checkpoint.every=0", f"optimizer.lr={self.rate}",
+                "optimizer.warmup_steps=3", f"model.path={out / self.warmup / 'model'}",
                 *(override.replace(FOLDER, str(out)) for override in self.overrides)]  # fmt: skip
 
 
@@ -82,7 +83,7 @@ CASES = (
     Case("opsd", warmup="shown", overrides=(*EVALUATED, *DEMONSTRATION)),
     Case("echo", "names", "alphabet_sort_cpu", ("algorithm.echo={user: 0.02}",), ("nll",), falls=True),
     Case("rae", "cards", "kuhn_poker_cpu", (), ("eval/self_play/first/blunder", "eval/self_play/second/blunder"),
-         falls=True),
+         falls=True, steps=40),
     Case("hierarchical_grpo", "sums", "proposer_solver_cpu", (), ("eval/given/reward",), rate="3e-4"),
 )  # fmt: skip
 
@@ -97,7 +98,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms; all of them when left out")
     parser.add_argument("--out", type=Path, required=True, help="folder of models and runs")
-    parser.add_argument("--steps", type=int, default=24, help="optimiser steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling")
     options = parser.parse_args()
     out, astray = options.out.resolve(), []
@@ -107,7 +107,7 @@ def main() -> int:
     for case in cases:
         for name in ("teacher", case.warmup) if TEACHER[0] in case.overrides else (case.warmup,):
             warm_up(out, name)
-        launch(out, case.algorithm, case.arguments(out, options.steps, options.seed))
+        launch(out, case.algorithm, case.arguments(out, options.seed))
         rows = read_metrics(out / case.algorithm / "metrics.jsonl").values()
         for name in case.signal:
             begin, end = ends(rows, name)
