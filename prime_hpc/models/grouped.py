@@ -89,9 +89,14 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         [m, n].
     """
-    weights = weights.to_local() if isinstance(weights, DTensor) else weights
+    weights = local_groups(weights)
     multiply = multiply_by_kernel if _has_kernel(rows, weights) else multiply_by_loop
     return multiply(rows, weights, counts)
+
+
+def local_groups(weights: Tensor) -> Tensor:
+    """This rank's groups."""
+    return weights.to_local() if isinstance(weights, DTensor) else weights
 
 
 def multiply_by_kernel(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

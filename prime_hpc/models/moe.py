@@ -84,6 +84,8 @@ class Experts(nn.Module):
     """SwiGLU of every expert, as stacked matrices. Takes and gives rows sorted by expert, so that a wrapper may send
     them to other ranks and back."""
 
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_matmul)
+    """Rows, stacked matrices and the rows' counts to the product."""
     update: Callable[[str, Tensor, Tensor], Tensor] | None = None
     """What adapters add to a product, from the name of its matrix, the rows and their counts."""
 
@@ -99,7 +101,7 @@ class Experts(nn.Module):
         return self._multiply("down_proj", silu(gate) * up, counts)
 
     def _multiply(self, matrix: str, rows: Tensor, counts: Tensor) -> Tensor:
-        product = grouped_matmul(rows, getattr(self, matrix), counts)
+        product = self.multiply(rows, getattr(self, matrix), counts)
         return product if self.update is None else product + self.update(matrix, rows, counts)
 
 

@@ -1,20 +1,22 @@
-"""FP8 products of matrices in the blocks, by torchao."""
+"""FP8 products of matrices in the blocks: of linear layers by torchao, of experts by torch's own kernel."""
 
 import importlib.util
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import nn
 
 from prime_hpc.errors import ConfigProblem, ConfigurationError
-
-MULTIPLE = 16
-"""Sizes that FP8 kernels take."""
+from prime_hpc.models.grouped_fp8 import MULTIPLE, compute_padded, scaled_grouped_matmul
+from prime_hpc.models.moe import Experts
 
 
 def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
-    """Turn the linear layers of `blocks` into FP8 ones: every row of activations, weights and gradients has a scale
-    (`rowwise` of torchao), masters stay as they are. So do head, embedding, norms, routers and experts.
+    """Turn the linear layers of `blocks` into FP8 ones, and the products of their experts where the GPU is a Hopper:
+    rows of activations, weights and gradients have a scale each. Linear layers compute the gradients of their weights
+    in bfloat16 (`rowwise_with_gw_hp` of torchao), as scaling them along the tokens costs more than the product gains.
+    Masters stay as they are, and so do head, embedding, norms and routers.
 
     Raises:
         ConfigurationError: torchao is not installed, or the device has no FP8.
@@ -25,9 +27,19 @@ def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
         _refuse("a GPU of compute capability 8.9 or newer")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    recipe = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
     for block in blocks:
         convert_to_float8_training(block, config=recipe, module_filter_fn=_fits)
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        use_fp8_in_experts(blocks)
+
+
+def use_fp8_in_experts(blocks: nn.ModuleList) -> None:
+    """Compute the products of the native experts in `blocks` by `scaled_grouped_matmul`."""
+    for experts in (module for module in blocks.modules() if isinstance(module, Experts)):
+        if not any(size % MULTIPLE for size in experts.gate_proj.shape[1:]):
+            experts.multiply = scaled_grouped_matmul
+            experts.forward = partial(compute_padded, experts.forward)
 
 
 def _refuse(expected: str) -> NoReturn:

@@ -13,8 +13,13 @@ from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.attention import choose_backend, open_attention
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.grouped import grouped_matmul, multiply_by_loop
+from prime_hpc.models.grouped_fp8 import compute_padded, scaled_grouped_matmul
+from prime_hpc.models.moe import MixtureOfExperts, Routing
+from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.low_precision import use_fp8_in_experts
+from prime_hpc.trainer.memory.checkpointing import checkpoint_block
 from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.row import PackedRow
@@ -62,6 +67,54 @@ def test_grouped_kernel_equals_the_loop_also_where_a_group_is_empty():
     wanted = torch.autograd.grad(expected, [rows, weights], upstream)
     for gradient, other in zip(torch.autograd.grad(output, [rows, weights], upstream), wanted, strict=True):
         assert_close(gradient, other, 0.01)
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FP8 of experts is for Hopper"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("counts", [[700, 0, 1301, 33, 0, 14], [0, 0, 0, 0, 1, 0]], ids=str)
+def test_fp8_grouped_kernel_follows_float64(counts):
+    torch.manual_seed(0)
+    options = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
+    rows, weights = torch.randn(sum(counts), 512, **options), torch.randn(6, 768, 512, **options)
+    output = compute_padded(lambda padded, sizes: scaled_grouped_matmul(padded, weights, sizes), rows,
+                            torch.tensor(counts, device=DEVICE))  # fmt: skip
+    groups = zip(rows.double().split(counts), weights.double(), strict=True)
+    expected = torch.cat([part @ matrix.T for part, matrix in groups])
+    assert_close(output, expected, 0.05)
+    upstream = torch.randn_like(output)
+    wanted = torch.autograd.grad(expected, [rows, weights], upstream.double())
+    for gradient, other in zip(torch.autograd.grad(output, [rows, weights], upstream), wanted, strict=True):
+        assert_close(gradient, other, 0.05)
+
+
+@needs_hopper
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mixture_in_fp8_follows_float64(mode, compiled):
+    routing = Routing(experts=16, top_k=4, score="softmax", renormalise=True)
+    mixture, exact = (MixtureOfExperts(256, 128, routing).to(DEVICE) for _ in range(2))
+    torch.manual_seed(0)
+    for parameter, copy in zip(mixture.parameters(), exact.parameters(), strict=True):
+        parameter.data = torch.randn(parameter.shape, device=DEVICE, dtype=torch.bfloat16) * 0.1
+        copy.data = parameter.data.double()
+    use_fp8_in_experts(torch.nn.ModuleList([mixture]))
+    checkpoint_block(mixture, mode)
+    if compiled:
+        compile_block(mixture, fullgraph=True)
+    for tokens in (1000, 333):
+        x = torch.randn(tokens, 256, device=DEVICE, dtype=torch.bfloat16)
+        expected, chosen = exact(x.double(), None)
+        output, _ = mixture(x, chosen)
+        assert_close(output, expected, 0.08)
+        upstream = torch.randn_like(output)
+        wanted = torch.autograd.grad(expected, list(exact.parameters()), upstream.double())
+        found = torch.autograd.grad(output, list(mixture.parameters()), upstream)
+        for gradient, other in zip(found, wanted, strict=True):
+            assert_close(gradient, other, 0.1)
 
 
 @pytest.fixture

@@ -1,0 +1,178 @@
+"""One FP8 product for each expert, forward and backward, with a scale for every row of what is multiplied.
+
+A product can take a scale out only along what it does not sum over, so that each of the three has operands of its own:
+output and gradient of the rows have a scale for each row and each row of the matrices, and the gradient of the matrices
+one for each of their rows. Masters, and the sums within the products, are as wide as ever.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, pad
+
+from prime_hpc.models.grouped import local_groups
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+MULTIPLE = 16
+"""Rows of every group and sizes of its matrix are multiples of this: the kernel reads whole 16 bytes."""
+
+Size = TypeVar("Size", int, Tensor)
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Rows sorted by group, and rows of each group, to rows."""
+Scaled = tuple[Tensor, Tensor]
+"""FP8 numbers [..., k], each row contiguous, and float32[...] to multiply the rows with."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows of zeros behind the rows of every group, after which none is empty and all are whole multiples."""
+
+    places: Tensor
+    """int64[m]: place of each row among the padded ones."""
+    sources: Tensor
+    """int64[p]: the row at each padded place; m stands for zeros."""
+    counts: Tensor
+    """int64[groups]: padded rows of each."""
+
+    @classmethod
+    def of(cls, counts: Tensor, rows: int) -> "Padding":
+        """For the counts int64[groups] of so many rows. How many there are after it does not depend on the counts, so
+        that nothing waits for the device; the last group has what is left."""
+        total = _round_up(rows) + MULTIPLE * len(counts)
+        padded = _round_up(counts.clamp(min=1))
+        starts, ends = padded.cumsum(0) - padded, counts.cumsum(0)
+        index = torch.arange(rows, device=counts.device)
+        places = index + (starts - ends + counts)[torch.searchsorted(ends, index, right=True)]
+        sources = torch.full((total,), rows, device=counts.device).scatter_(0, places, index)
+        return cls(places, sources, torch.cat([padded[:-1], total - starts[-1:]]))
+
+    def add(self, rows: Tensor) -> Tensor:
+        """[m, h] to [p, h]."""
+        return _Add.apply(rows, self.sources, self.places)
+
+    def remove(self, rows: Tensor) -> Tensor:
+        """[p, h] to [m, h]."""
+        return _Remove.apply(rows, self.sources, self.places)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _select(rows, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+class _Remove(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(sources)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (sources,) = ctx.saved_tensors
+        return _select(grad, sources), None, None
+
+
+def compute_padded(compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+    """`compute`, which keeps rows of zeros, by groups as `scaled_grouped_matmul` takes them."""
+    padding = Padding.of(counts, len(rows))
+    return padding.remove(compute(padding.add(rows), padding.counts))
+
+
+def scaled_grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`grouped_matmul` for padded groups of rows."""
+    return _ScaledProduct.apply(rows, local_groups(weights), counts.cumsum(0, dtype=torch.int32))
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """Keeps the rows in FP8. Weights are kept as they are, since FSDP frees them meanwhile, and scaled anew along the
+    other side."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        scaled, scales = quantise(rows)
+        ctx.save_for_backward(scaled, scales, weights, ends)
+        return multiply((scaled, scales), quantise(weights), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, scales, weights, ends = ctx.saved_tensors
+        grad_rows = multiply(quantise(grad), quantise(weights.transpose(-2, -1)), ends)
+        # the sum is over rows here, so that their scales go to the other side before that is scaled
+        turned = quantise(grad, scales)
+        units = scales.new_ones(scaled.shape[1])
+        return grad_rows, multiply(turned, (scaled.T.contiguous(), units), ends), None
+
+
+def quantise(x: Tensor, factors: Tensor | None = None) -> Scaled:
+    """The rows of `x` [..., k]; with `factors` float32[m], the columns of `x` [m, k] times these.
+
+    In one kernel on a GPU, where the steps one by one would pass over memory for each.
+    """
+    apart = x.is_cuda and not torch.compiler.is_compiling()
+    return (_quantise_compiled if apart else _quantise)(x, factors)
+
+
+def _quantise(x: Tensor, factors: Tensor | None) -> Scaled:
+    x = x if factors is None else (x * factors[:, None]).T
+    largest = x.abs().amax(-1, keepdim=True).float()
+    scales = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / scales).to(FP8).contiguous(), scales.squeeze(-1)
+
+
+_quantise_compiled = torch.compile(_quantise, dynamic=True)
+
+
+def multiply(left: Scaled, right: Scaled, ends: Tensor) -> Tensor:
+    """Products, in bfloat16, of rows with rows of the same group: [p, k] and [groups, n, k] to [p, n], or, where the
+    groups divide what is summed over, [n, p] and [k, p] to [groups, n, k].
+
+    Args:
+        ends: int32[groups], the end of each group.
+    """
+    (a, a_scales), (b, b_scales) = left, right
+    if b.ndim == 2:
+        a_scales, b_scales = a_scales.repeat(len(ends)), b_scales.repeat(len(ends))
+    return scaled_grouped_mm(a, b.transpose(-2, -1), a_scales, b_scales, ends)
+
+
+@torch.library.custom_op("prime_hpc::scaled_grouped_mm", mutates_args=(), device_types="cuda")
+def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, ends: Tensor) -> Tensor:
+    """torch._scaled_grouped_mm, as an operator for which the compiler leaves operands as they lie."""
+    return torch._scaled_grouped_mm(a, b, a_scales, b_scales, offs=ends, use_fast_accum=True)
+
+
+@scaled_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, ends: Tensor) -> Tensor:
+    return torch._scaled_grouped_mm(a, b, a_scales, b_scales, offs=ends, use_fast_accum=True)
+
+
+@scaled_grouped_mm.register_kernel("cpu")
+def _(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, ends: Tensor) -> Tensor:
+    """The same from products in bfloat16, which holds FP8 numbers as they are."""
+    products = grouped_mm(a.bfloat16(), b.bfloat16(), offs=ends).float()
+    if b.ndim == 3:
+        group = torch.searchsorted(ends, torch.arange(len(a), dtype=ends.dtype), right=True)
+        scales = a_scales[:, None] * b_scales[group]
+    else:
+        scales = a_scales.unflatten(0, (-1, a.shape[0], 1)) * b_scales.unflatten(0, (-1, 1, b.shape[1]))
+    return (products * scales).bfloat16()
+
+
+def _select(rows: Tensor, sources: Tensor) -> Tensor:
+    """Rows, and zeros for what is behind the last."""
+    return pad(rows, (0, 0, 0, 1)).index_select(0, sources)
+
+
+def _round_up(size: Size) -> Size:
+    return (size + MULTIPLE - 1) // MULTIPLE * MULTIPLE
