@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from prime_hpc.envs.kuhn_poker.game import MOVES, blunders
 from prime_hpc.envs.kuhn_poker.taskset import CARDS
 from tools.make_reverse_text import task_arguments, write_examples
 from tools.make_warmup import examples, row
+from tools.show_algorithms import CASES, ends
 from tools.show_summary import describe
 
 ROWS = 50
@@ -76,3 +79,18 @@ def test_summary_without_a_curve_or_a_comparison_says_so(tmp_path: Path):
     summary = {"steps": 1, "reward_first5": 0.5, "reward_last5": 0.5, "mismatch_abs_mean": None, "wall_s": 9.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert describe(tmp_path).splitlines()[-2:] == ["mismatch_abs_mean  None", "wall_s             9"]
+
+
+def test_the_ends_of_a_metric_never_overlap() -> None:
+    rows = [{"nll": float(i)} for i in range(12)]
+    assert ends(rows, "nll") == (2.0, 9.0), "five rows each"
+    assert ends([{"eval": 0.25}, *rows, {"eval": 0.75}], "eval") == (0.25, 0.75)
+    with pytest.raises(SystemExit, match="fewer than two steps have eval"):
+        ends([*rows, {"eval": 0.75}], "eval")
+
+
+def test_cases_have_their_own_rates_and_steps(tmp_path: Path) -> None:
+    [poker] = [case.arguments(tmp_path, 7) for case in CASES if case.algorithm == "rae"]
+    [sums] = [case.arguments(tmp_path, 7) for case in CASES if case.algorithm == "hierarchical_grpo"]
+    assert {"max_steps=40", "optimizer.lr=1e-4", "seed=7", f"model.path={tmp_path}/cards/model"} <= set(poker)
+    assert {"max_steps=24", "optimizer.lr=3e-4", "seed=7", f"model.path={tmp_path}/sums/model"} <= set(sums)
