@@ -86,6 +86,9 @@ class ParallelConfig:
     ep: Positive | Literal["auto"] = 1
     """Ranks that divide the experts, within those that share a copy of the model; auto takes the largest number that
     divides both and fits a node."""
+    ep_dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How tokens reach the ranks of their experts: a row for each expert by a collective, or each token once to every
+    rank that has some of its experts, by the kernels of DeepEP where it is installed."""
 
 
 @dataclass(kw_only=True)
@@ -128,8 +131,8 @@ class TrainerConfig:
     """Gather weights and reduce gradients once a step rather than for every micro-batch, with both whole on every rank
     meanwhile: 6 bytes a parameter."""
     fp8: bool = False
-    """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself), which need a GPU of compute
-    capability 8.9 or newer; on Hopper in the experts too."""
+    """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself), on a GPU of compute
+    capability 8.9 or newer, and in the experts on Hopper."""
     compile: bool = False
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
