@@ -3,6 +3,7 @@ fast. One JSON object on rank 0's output: `torchrun --nproc-per-node 2 -m tools.
 
 On GPUs the ranks compute in bfloat16. An error is the distance of all gradients from those of one rank in float32, as
 a share of their norm; that of a layout may be at most `SLACK` times that of one rank. On CPUs, all is in float32.
+Names of layouts as arguments leave the others out.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from prime_hpc.models.degrees import Degrees, choose_degrees
 from prime_hpc.models.spec import device_peak_flops, train_flops
 from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.hf_weights import load_weights
+from prime_hpc.trainer.hf_weights import load_weights, local_part
 from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.parallel.mesh import Mesh
@@ -39,6 +41,7 @@ SLACK = 1.5
 EXACT = 1e-5
 """Error that float32 allows."""
 STEPS, WARM_UP = 5, 2
+LORA_RANK = 16
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05}  # fmt: skip
@@ -55,26 +58,38 @@ class Layout:
     name: str
     model_type: str
     degrees: dict[str, Any] | None
+    lora_rank: int = 0
+    """Of adapters that alone are trained; 0: all weights are."""
+
+    @property
+    def model(self) -> tuple[str, int]:
+        """What is trained, however it is divided."""
+        return self.model_type, self.lora_rank
 
 
-def layouts(ranks: int) -> list[Layout]:
-    """One rank alone first, for each model."""
-    return [
+def layouts(ranks: int, names: list[str]) -> list[Layout]:
+    """Those of these names, all when there are none; one rank alone first, for each model."""
+    every = [
         Layout("one", "qwen3", None),
         Layout("fsdp", "qwen3", {}),
         Layout("cp ulysses", "qwen3", {"cp": ranks}),
         Layout("cp ring", "qwen3", {"cp": ranks, "cp_style": "ring"}),
         Layout("tp", "qwen3", {"tp": ranks}),
+        Layout("one lora", "qwen3", None, LORA_RANK),
+        Layout("fsdp lora", "qwen3", {}, LORA_RANK),
         Layout("one sparse", "qwen3_moe", None),
         Layout("fsdp sparse", "qwen3_moe", {}),
         Layout("ep", "qwen3_moe", {"ep": ranks}),
     ]
+    chosen = [layout for layout in every if not names or layout.name in names]
+    models = {layout.model for layout in chosen}
+    return [layout for layout in every if layout in chosen or (layout.degrees is None and layout.model in models)]
 
 
 def make_config(directory: Path, layout: Layout, dtype: str) -> RunConfig:
     config = RunConfig()
     config.model.path, config.model.impl = str(directory), "native"
-    config.trainer.dtype = dtype
+    config.trainer.dtype, config.lora.rank = dtype, layout.lora_rank
     config.trainer.parallel = ParallelConfig(**(layout.degrees or {}))
     return config
 
@@ -119,24 +134,36 @@ def find_gradients(directory: Path, layout: Layout, dtype: str, rows: list[Packe
     world = open_world(layout, config, device)
     policy = build_policy(config, world)
     load_weights(policy, directory)
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    if layout.lora_rank:
+        fill(trained)
     accumulate(policy, rows, world)
-    return torch.cat([parameter.grad.full_tensor().flatten().float() for parameter in policy.parameters()])
+    return torch.cat([parameter.grad.full_tensor().flatten().float() for parameter in trained.values()])
 
 
-def check(layout: Layout, root: Path, device: torch.device, truths: dict[str, Any]) -> dict[str, Any]:
+@torch.no_grad()
+def fill(adapters: dict[str, torch.nn.Parameter]) -> None:
+    """Values that are the same in every layout; fresh adapters are half zeros and would have half their gradients."""
+    for name, parameter in adapters.items():
+        local, place = local_part(parameter)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        local.copy_(torch.randn(parameter.shape, generator=generator)[place] / parameter.shape[-1] ** 0.5)
+
+
+def check(layout: Layout, root: Path, device: torch.device, truths: dict[Any, Any]) -> dict[str, Any]:
     """The error of a layout; `truths` keeps what one rank finds of each model, and its error."""
     ranks, directory = dist.get_world_size(), root / layout.model_type
     shape = SMALL | (SMALL_SPARSE if layout.model_type == "qwen3_moe" else {})
     rows = make_rows([[301, 1, 77, 500]] * ranks, shape, device)
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     if layout.degrees is None:
-        truths[layout.model_type] = find_gradients(directory, layout, "float32", rows, device)
-    truth = truths[layout.model_type]
+        truths[layout.model] = find_gradients(directory, layout, "float32", rows, device)
+    truth = truths[layout.model]
     found = find_gradients(directory, layout, dtype, rows, device)
     error = ((found - truth).norm() / truth.norm()).item()
     if layout.degrees is None:
-        truths[f"{layout.model_type} error"] = error
-    allowed = max(EXACT, SLACK * truths[f"{layout.model_type} error"])
+        truths["error", layout.model] = error
+    allowed = max(EXACT, SLACK * truths["error", layout.model])
     return {"layout": layout.name, "error": error, "allowed": allowed, "ok": error <= allowed}
 
 
@@ -150,7 +177,8 @@ def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     policy = build_policy(config, world)
     initialise(policy, seed=0)
     rows = make_rows([[4096] * 4 if on_gpu else [32, 32]] * ranks, policy.config.to_dict(), device)
-    [optimizer] = build_optimizers(policy.named_parameters(), AdamW())
+    trained = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    [optimizer] = build_optimizers(trained, AdamW())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     ends = []
@@ -164,7 +192,7 @@ def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     seconds = (ends[-1] - ends[WARM_UP - 1]) / STEPS
     tokens = sum(len(row.token_ids) for row in rows)
     flops = sum(train_flops(policy.config.to_dict(), row.seq_lens) for row in rows)
-    peak = device_peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    peak = device_peak_flops(torch.cuda.get_device_name()) if on_gpu and not layout.lora_rank else None
     return {"layout": layout.name, "gpus": world.size, "seconds": seconds, "tokens_per_s": tokens / seconds,
             "mfu": flops / (seconds * peak * world.size) if peak else None,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None}  # fmt: skip
@@ -199,17 +227,17 @@ def main() -> None:
     with join() as device, tempfile.TemporaryDirectory() as own:
         first, shared = dist.get_rank() == 0, [own]
         dist.broadcast_object_list(shared)
-        root, truths = Path(shared[0]), {}
+        root, truths = Path(shared[0]), dict[Any, Any]()
         if first:
             write_models(root, device.type == "cuda")
         dist.barrier()
-        found = layouts(dist.get_world_size())
+        found = layouts(dist.get_world_size(), sys.argv[1:])
         checks = [check(layout, root, device, truths) for layout in found]
         speeds = [measure(layout, root, device) for layout in found]
-        baselines = {layout.model_type: speed["tokens_per_s"] for layout, speed in zip(found, speeds, strict=True)
+        baselines = {layout.model: speed["tokens_per_s"] for layout, speed in zip(found, speeds, strict=True)
                      if layout.degrees is None}  # fmt: skip
         for layout, speed in zip(found, speeds, strict=True):
-            speed["speedup"] = speed["tokens_per_s"] / baselines[layout.model_type]
+            speed["speedup"] = speed["tokens_per_s"] / baselines[layout.model]
         if first:
             name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
             print(json.dumps({"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__,
