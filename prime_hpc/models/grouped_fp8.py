@@ -119,8 +119,9 @@ def quantise(x: Tensor, factors: Tensor | None = None) -> Scaled:
 
     In one kernel on a GPU, where the steps one by one would pass over memory for each.
     """
-    apart = x.is_cuda and not torch.compiler.is_compiling()
-    return (_quantise_compiled if apart else _quantise)(x, factors)
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        return _quantise(x, factors)
+    return _quantise_compiled(x.detach(), factors)  # one graph, whether there will be a gradient or not
 
 
 def _quantise(x: Tensor, factors: Tensor | None) -> Scaled:
