@@ -68,7 +68,7 @@ def run_case(case: str, overrides: list[str], world: World) -> dict[str, Any]:
 
 def planned_gib(config: RunConfig, *, on_gpu: bool) -> dict[str, float]:
     """What the plan expects of `memory_gib`, the trainer's own report."""
-    parts = training_peak(config, config.model.shape, on_gpu=on_gpu)
+    parts = training_peak(config, config.model.shape, on_gpu=on_gpu, rows=config.trainer.bench.rows)
     held = {"weights": parts.pop("weights"), "optimizer": parts.pop("optimiser")}
     transient = sum(parts.values())
     planned = {**held, "transient": transient, "peak": sum(held.values()) + transient}

@@ -9,7 +9,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$(realpath -m "${1:-$root/.venv}")"
 stamp="$venv/prime_hpc.stamp"
-extras="wandb,plot,dev"
+extras="wandb,plot,router,dev"
 inputs=("$root"/pyproject.toml "$root"/requirements/*.txt "$root"/tools/setup.sh)
 
 find_uv() {

@@ -131,8 +131,8 @@ class TrainerConfig:
     """Gather weights and reduce gradients once a step rather than for every micro-batch, with both whole on every rank
     meanwhile: 6 bytes a parameter."""
     fp8: bool = False
-    """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself), on a GPU of compute
-    capability 8.9 or newer, and in the experts on Hopper."""
+    """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself), which need a GPU of
+    compute capability 8.9 or newer; on Hopper in the experts too."""
     compile: bool = False
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0

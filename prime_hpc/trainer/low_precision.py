@@ -14,8 +14,9 @@ from prime_hpc.models.moe import Experts
 
 def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
     """Turn the linear layers of `blocks` into FP8 ones, and the products of their experts where the GPU is a Hopper:
-    every row of activations, weights and gradients has a scale (`rowwise` of torchao). Masters stay as they are, and so
-    do head, embedding, norms and routers.
+    rows of activations, weights and gradients have a scale each. Linear layers compute the gradients of their weights
+    in bfloat16 (`rowwise_with_gw_hp` of torchao), as scaling them along the tokens costs more than the product gains.
+    Masters stay as they are, and so do head, embedding, norms and routers.
 
     Raises:
         ConfigurationError: torchao is not installed, or the device has no FP8.
@@ -26,7 +27,7 @@ def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
         _refuse("a GPU of compute capability 8.9 or newer")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    recipe = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
     for block in blocks:
         convert_to_float8_training(block, config=recipe, module_filter_fn=_fits)
     if torch.cuda.get_device_capability(device) == (9, 0):

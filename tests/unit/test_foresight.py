@@ -58,7 +58,16 @@ SPARSE = {**PLAIN, "model_type": "qwen3_moe", "num_hidden_layers": 6, "num_exper
     # docs/benchmarks.md, "Trainer alone"
     (shape_of("qwen3_1.7b"), make_config(**QUICK), ROW, 1, 56.87),
     (shape_of("qwen3_1.7b"), make_config(**QUICK, activation_checkpointing="selective"), 4 * ROW, 1, 103.87),
+    (shape_of("qwen3_1.7b"),
+     make_config(**QUICK, activation_checkpointing="selective", activation_checkpointing_every=2), 4 * ROW, 1, 126.71),
+    (shape_of("qwen3_1.7b"),
+     make_config(**QUICK, activation_checkpointing="selective", activation_checkpointing_every=3), 4 * ROW, 1, 133.23),
+    (shape_of("qwen3_1.7b"), make_config(**QUICK, fp8=True), ROW, 1, 56.9),
+    (shape_of("qwen3_0.6b"), make_config(**QUICK), ROW, 1, 30.2),
+    (shape_of("qwen3_0.6b"), make_config(**QUICK, activation_offload=4), ROW, 1, 11.16),
     (shape_of("qwen3_moe_3b"), make_config(**QUICK), ROW, 1, 67.71),
+    ({**shape_of("qwen3_moe_3b"), "hidden_size": 4096, "moe_intermediate_size": 1408, "num_experts": 32,
+      "num_hidden_layers": 4}, make_config(**QUICK), ROW, 1, 60.4),
     (shape_of("qwen3_1.7b"), make_config("hf", **QUICK), ROW, 1, 58.85),  # its head still held 1.2 GiB more
     # "Division of the trainer": one GPU, two rows, nothing compiled
     (PLAIN, make_config(), ROW, 2, 27.74),
