@@ -1,6 +1,7 @@
 """One optimiser step's worth of work of a trainer under any division of model and batch, for tests."""
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.trainer import ParallelConfig
 from prime_hpc.models.attention import open_attention
 from prime_hpc.models.degrees import choose_degrees
+from prime_hpc.models.moe import MixtureOfExperts, Routing
 from prime_hpc.trainer import weights_files
 from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights, local_part
 from prime_hpc.trainer.loop import forward_backward
+from prime_hpc.trainer.low_precision import use_fp8_in_experts
 from prime_hpc.trainer.measure import Stopwatch
 from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.optim import WHOLE
@@ -28,14 +31,17 @@ from prime_hpc.trainer.parallel.collectives import sum_over
 from prime_hpc.trainer.parallel.context import ContextParallel
 from prime_hpc.trainer.parallel.experts import Journey
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.parallel.shard import divide_blocks
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.transport.messages import PolicyVersion, RankBatch
 from prime_hpc.transport.weights import Delta, WeightsManifest, write_manifest
+from tests import standins
 from tests.trainer_support import make_samples
 
 SAMPLES = (7, 3)
 """Samples of two batches of uneven rows; the second leaves a rank of four without any."""
 ROW_TOKENS = 37
+STANDINS = str(Path(standins.__file__).parent)
 
 
 def open_world(rank: int, ranks: int, store: Path, config: RunConfig) -> World:
@@ -50,9 +56,11 @@ def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, seque
     """Losses of both batches, the gradients of their sum, the norm of these, and the metrics of the experts."""
     config = RunConfig()
     config.model.path, config.model.impl = str(model), impl
-    config.trainer.head_chunk_tokens = 5
+    config.trainer.ranks, config.trainer.head_chunk_tokens = ranks, 5
     config.trainer.parallel = ParallelConfig(**parallel)
     config.loss = GSPOLoss() if sequence_loss else config.loss
+    if config.trainer.parallel.ep_dispatch == "deepep":
+        sys.path.insert(0, STANDINS)
     world = open_world(rank, ranks, store, config)
     policy = build_policy(config, world)
     load_weights(policy, model)
@@ -120,6 +128,36 @@ def check_journey(rank: int, ranks: int, store: Path) -> list[list[int]]:
     expected = torch.stack([rows[i] * (torch.arange(4.0) + 1).repeat_interleave(counts[i])[:, None] for i in range(2)])
     torch.testing.assert_close(scale_by_expert(rows), expected)
     return [counts[rank].tolist(), Journey.of(counts[rank], dist.group.WORLD).counts.tolist()]
+
+
+def check_fp8_experts(rank: int, ranks: int, store: Path) -> dict[str, list[float]]:
+    """By how tokens reach their experts: the errors, as shares of the norm, of what this rank's tokens become, and of
+    the gradients of this rank's experts; the second rank has few tokens, and some experts have none."""
+    sys.path.insert(0, STANDINS)
+    config = RunConfig()
+    config.trainer.ranks, config.trainer.parallel = ranks, ParallelConfig(ep=ranks)
+    world = open_world(rank, ranks, store, config)
+    routing, errors = Routing(experts=6, top_k=2, score="softmax", renormalise=True), {}
+    for dispatch in ("all_to_all", "deepep"):
+        whole, divided = (MixtureOfExperts(32, 48, routing) for _ in range(2))
+        torch.manual_seed(0)
+        for parameter, copy in zip(whole.parameters(), divided.parameters(), strict=True):
+            parameter.data = torch.randn(parameter.shape).mul_(0.3).bfloat16().float()
+            copy.data = parameter.data.bfloat16()
+        blocks = torch.nn.ModuleList([divided])
+        use_fp8_in_experts(blocks)
+        divide_blocks(blocks, world.mesh, dispatch)
+        tokens = torch.randn(40, 32).bfloat16()
+        (expected, chosen), mine = whole(tokens.float()), [slice(0, 37), slice(37, 40)][rank]
+        output, _ = divided(tokens[mine], chosen[mine])
+        expected.sum().backward()
+        output.float().sum().backward()
+        pairs = [(output, expected[mine])]
+        for name, parameter in divided.experts.named_parameters():
+            wanted = whole.experts.get_parameter(name).grad.chunk(ranks)[rank]
+            pairs.append((parameter.grad.to_local(), wanted))
+        errors[dispatch] = [((a.float() - b).norm() / b.norm()).item() for a, b in pairs]
+    return errors
 
 
 def fill_at_random(rank: int, ranks: int, store: Path, model: Path, parallel: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ async def timed_update(made: Rig, fleet: Any) -> dict[str, float]:
     begin = time.monotonic()
     times = await made.update(fleet, version)
     return {"total_s": time.monotonic() - begin, "prepare_s": times.prepare_s, "load_s": times.load_s,
-            "pause_s": times.pause_s, "canary": times.canary or 0.0}  # fmt: skip
+            "pause_s": times.pause_s, "canary": times.canary or 0.0, "canary_s": times.canary_s}  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:

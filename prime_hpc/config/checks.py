@@ -44,7 +44,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "bench_inference": (*engines, _bench_inference),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [_model, _scratch, _optimizer, _lora, _fp8, *by_mode[config.mode], *slurm]
+    checks = [_model, _scratch, _optimizer, _lora, _fp8, _ep_dispatch, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
 
 
@@ -312,6 +312,12 @@ def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.fp8", True, f"false, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
     if config.lora.on:
         yield ConfigProblem("trainer.fp8", True, "false with adapters, whose base is not trained")
+
+
+def _ep_dispatch(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.trainer.parallel.ep_dispatch == "deepep" and config.trainer.dtype != "bfloat16":
+        yield ConfigProblem("trainer.parallel.ep_dispatch", "deepep",
+                            f"all_to_all, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")  # fmt: skip
 
 
 def _bench(config: RunConfig) -> Iterator[ConfigProblem]:

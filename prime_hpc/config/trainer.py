@@ -86,6 +86,9 @@ class ParallelConfig:
     ep: Positive | Literal["auto"] = 1
     """Ranks that divide the experts, within those that share a copy of the model; auto takes the largest number that
     divides both and fits a node."""
+    ep_dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How tokens reach the ranks of their experts: a row for each expert by a collective, or each token once to every
+    rank that has some of its experts, by the kernels of DeepEP where it is installed."""
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,11 @@ from prime_hpc.inference.stamps import StampLog
 from prime_hpc.models.fingerprint import fingerprint
 from prime_hpc.transport.messages import PolicyVersion
 
+try:
+    from uvloop import run as run_loop  # comes with vLLM
+except ImportError:
+    from asyncio import run as run_loop
+
 KEEP_ALIVE_S = 600
 """Longer than any step, so that a client's pooled connection is never closed under it."""
 HEALTH_POLL_S = 0.5
@@ -44,12 +49,15 @@ def run(role: Role, start: Start) -> None:
     """
     signal.signal(signal.SIGTERM, _leave_while_starting)
     with contextlib.closing(bind(role.bind_host)) as listener:
-        asyncio.run(serve(role, start, listener))
+        run_loop(serve(role, start, listener))
 
 
 def bind(host: str) -> socket.socket:
     """A listening socket on a port that the system picks."""
     listener = socket.create_server((host, 0), backlog=2048)
+    # Connections inherit it. asyncio sets it on sockets of its own only, and an answer whose head and body are two
+    # writes waits 40 ms for the client's delayed acknowledgement without it.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener
 

@@ -11,6 +11,10 @@ from prime_hpc.models import families
 from prime_hpc.models.spec import Divisions, HFConfig, divisions
 
 KEY = "trainer.parallel"
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Sizes of groups that DeepEP has settings for."""
+DEEPEP_NODE = 8
+"""Ranks of a group that share a node, as DeepEP has it where there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +93,13 @@ def _settle(config: RunConfig, ranks: int) -> tuple[Degrees, list[ConfigProblem]
     rows = ranks // (tp * cp)
     copies = accept("dp_replicate", _divisors(rows), f"{ranks} ranks with tp={tp}, cp={cp}")
     degrees = Degrees(dp_replicate=copies, dp_shard=rows // copies, cp=cp, tp=tp)
-    legal = model.legal_ep(degrees.fsdp)
+    legal, per_node, given = model.legal_ep(degrees.fsdp), trainer_size(config).per_node, ""
+    if parallel.ep_dispatch == "deepep":
+        legal = [ep for ep in legal if _reached_by_deepep(ep, tp, per_node)]
+        given = f" with ep_dispatch=deepep, tp={tp} and {per_node} ranks a node"
     if parallel.ep == "auto":
-        neighbours = trainer_size(config).per_node // tp
-        return replace(degrees, ep=max(ep for ep in legal if ep <= max(neighbours, 1))), problems
-    return replace(degrees, ep=accept("ep", legal, f"{degrees.fsdp} ranks that share a copy")), problems
+        return replace(degrees, ep=max(ep for ep in legal if ep <= max(per_node // tp, 1))), problems
+    return replace(degrees, ep=accept("ep", legal, f"{degrees.fsdp} ranks that share a copy{given}")), problems
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,14 @@ class _Model:
 
 def _divides_experts(sizes: Divisions, ep: int, shards: int) -> bool:
     return sizes.experts % ep == 0 and any(size % shards == 0 for size in (sizes.hidden, sizes.expert_width))
+
+
+def _reached_by_deepep(ep: int, tp: int, per_node: int) -> bool:
+    """Whether ranks that divide experts are neighbours in one node, or all of whole nodes."""
+    if ep == 1:
+        return True
+    within = per_node % ep == 0 if ep <= DEEPEP_NODE else per_node == DEEPEP_NODE
+    return tp == 1 and ep in DEEPEP_RANKS and within
 
 
 def _list(legal: list[int]) -> str:

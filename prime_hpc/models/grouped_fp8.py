@@ -1,9 +1,6 @@
-"""One FP8 product for each expert, forward and backward, with a scale for every row of what is multiplied.
-
-A product can take a scale out only along what it does not sum over, so that each of the three has operands of its own:
-output and gradient of the rows have a scale for each row and each row of the matrices, and the gradient of the matrices
-one for each of their rows. Masters, and the sums within the products, are as wide as ever.
-"""
+"""One FP8 product for each expert, with a scale for every row of what is multiplied: the output, and the gradient of
+the rows. Gradients of the matrices are computed in bfloat16, since they would need scales along the tokens, which cost
+more than such a product gains."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,36 +92,26 @@ def scaled_grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tens
 
 
 class _ScaledProduct(torch.autograd.Function):
-    """Keeps the rows in FP8. Weights are kept as they are, since FSDP frees them meanwhile, and scaled anew along the
-    other side."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        scaled, scales = quantise(rows)
-        ctx.save_for_backward(scaled, scales, weights, ends)
-        return multiply((scaled, scales), quantise(weights), ends)
+        ctx.save_for_backward(rows, weights, ends)
+        return multiply(quantise(rows), quantise(weights), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, scales, weights, ends = ctx.saved_tensors
+        rows, weights, ends = ctx.saved_tensors
         grad_rows = multiply(quantise(grad), quantise(weights.transpose(-2, -1)), ends)
-        # the sum is over rows here, so that their scales go to the other side before that is scaled
-        turned = quantise(grad, scales)
-        units = scales.new_ones(scaled.shape[1])
-        return grad_rows, multiply(turned, (scaled.T.contiguous(), units), ends), None
+        return grad_rows, grouped_mm(grad.T, rows, offs=ends), None
 
 
-def quantise(x: Tensor, factors: Tensor | None = None) -> Scaled:
-    """The rows of `x` [..., k]; with `factors` float32[m], the columns of `x` [m, k] times these.
-
-    In one kernel on a GPU, where the steps one by one would pass over memory for each.
-    """
-    apart = x.is_cuda and not torch.compiler.is_compiling()
-    return (_quantise_compiled if apart else _quantise)(x, factors)
+def quantise(x: Tensor) -> Scaled:
+    """The rows of `x` [..., k], in one kernel on a GPU, where the steps one by one would pass over memory for each."""
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        return _quantise(x)
+    return _quantise_compiled(x.detach())  # one graph, whether there will be a gradient or not
 
 
-def _quantise(x: Tensor, factors: Tensor | None) -> Scaled:
-    x = x if factors is None else (x * factors[:, None]).T
+def _quantise(x: Tensor) -> Scaled:
     largest = x.abs().amax(-1, keepdim=True).float()
     scales = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     return (x / scales).to(FP8).contiguous(), scales.squeeze(-1)
@@ -133,16 +120,13 @@ def _quantise(x: Tensor, factors: Tensor | None) -> Scaled:
 _quantise_compiled = torch.compile(_quantise, dynamic=True)
 
 
-def multiply(left: Scaled, right: Scaled, ends: Tensor) -> Tensor:
-    """Products, in bfloat16, of rows with rows of the same group: [p, k] and [groups, n, k] to [p, n], or, where the
-    groups divide what is summed over, [n, p] and [k, p] to [groups, n, k].
+def multiply(rows: Scaled, weights: Scaled, ends: Tensor) -> Tensor:
+    """Products [p, n] in bfloat16 of the rows [p, k] with those of their group's matrix [groups, n, k].
 
     Args:
         ends: int32[groups], the end of each group.
     """
-    (a, a_scales), (b, b_scales) = left, right
-    if b.ndim == 2:
-        a_scales, b_scales = a_scales.repeat(len(ends)), b_scales.repeat(len(ends))
+    (a, a_scales), (b, b_scales) = rows, weights
     return scaled_grouped_mm(a, b.transpose(-2, -1), a_scales, b_scales, ends)
 
 
@@ -160,13 +144,9 @@ def _(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, ends: Tensor) ->
 @scaled_grouped_mm.register_kernel("cpu")
 def _(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, ends: Tensor) -> Tensor:
     """The same from products in bfloat16, which holds FP8 numbers as they are."""
+    group = torch.searchsorted(ends, torch.arange(len(a), dtype=ends.dtype), right=True)
     products = grouped_mm(a.bfloat16(), b.bfloat16(), offs=ends).float()
-    if b.ndim == 3:
-        group = torch.searchsorted(ends, torch.arange(len(a), dtype=ends.dtype), right=True)
-        scales = a_scales[:, None] * b_scales[group]
-    else:
-        scales = a_scales.unflatten(0, (-1, a.shape[0], 1)) * b_scales.unflatten(0, (-1, 1, b.shape[1]))
-    return (products * scales).bfloat16()
+    return (products * a_scales[:, None] * b_scales[group]).bfloat16()
 
 
 def _select(rows: Tensor, sources: Tensor) -> Tensor:

@@ -117,7 +117,10 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[n, hidden] to [n, hidden], and int64[n, k] of the experts that computed it; `replay` as in `Router`."""
         weights, chosen = self.router(x, replay)
-        dispatch = Dispatch.of(chosen, self.router.routing.experts)
-        rows = self.experts(dispatch.scatter(x), dispatch.counts)
-        y = dispatch.gather(rows, weights)
+        y = self.mix(x, weights, chosen)
         return (y if self.shared_experts is None else y + self.shared_experts(x)), chosen
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts int64[n, k] make of [n, hidden], weighted by [n, k] and summed up."""
+        dispatch = Dispatch.of(chosen, self.router.routing.experts)
+        return dispatch.gather(self.experts(dispatch.scatter(x), dispatch.counts), weights)

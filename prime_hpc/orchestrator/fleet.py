@@ -51,12 +51,13 @@ class Engine:
 @dataclass(frozen=True)
 class UpdateTimes:
     """Of one weight update: seconds of preparing it beside the requests, of loading, and that requests stood still;
-    the canary's mean absolute difference, where it was due."""
+    the canary's mean absolute difference, where it was due, and the seconds until it was known."""
 
     load_s: float
     pause_s: float
     prepare_s: float = 0.0
     canary: float | None = None
+    canary_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -262,8 +263,10 @@ class Fleet:
                 answer = await self._post(engine, "load", self._request(engine, target))
             finally:
                 state = await self._post(engine, "resume", {}, timeout_s=update.stall_s)
+        begin = time.monotonic()
         difference = await self._check_canary(engine, target)
-        return UpdateTimes(answer["seconds"], state["pause_s"], prepare_s, difference)
+        canary_s = time.monotonic() - begin
+        return UpdateTimes(answer["seconds"], state["pause_s"], prepare_s, difference, canary_s)
 
     async def _check_canary(self, engine: Engine, target: _Target) -> float | None:
         """Compare the engine's scores with the trainer's, where the version carries any.
@@ -338,4 +341,5 @@ def _slowest(times: list[UpdateTimes]) -> UpdateTimes:
         pause_s=max((t.pause_s for t in times), default=0.0),
         prepare_s=max((t.prepare_s for t in times), default=0.0),
         canary=max(canaries, default=None),
+        canary_s=max((t.canary_s for t in times), default=0.0),
     )

@@ -80,7 +80,7 @@ class Ledger:
         self._update = {"update/version": float(version.step), "update/prepare_s": times.prepare_s,
                         "update/load_s": times.load_s, "update/pause_s": times.pause_s}  # fmt: skip
         if times.canary is not None:
-            self._update["update/canary"] = times.canary
+            self._update |= {"update/canary": times.canary, "update/canary_s": times.canary_s}
 
     def note(self, step: int, metrics: Metrics) -> None:
         """More about batch `step`, whose row is not written yet."""

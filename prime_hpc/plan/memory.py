@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.models import spec
+from prime_hpc.models.degrees import DEEPEP_NODE, choose_degrees
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.devices import GIB, Device
 from prime_hpc.plan.peak import (
@@ -22,6 +23,9 @@ from prime_hpc.plan.peak import (
 )
 from prime_hpc.plan.workload import longest_row
 
+DEEPEP_TOKENS, DEEPEP_TOKEN_BYTES = 10 * 256, 128 * 16
+"""Room of DeepEP's buffer for tokens of each rank of a node: so many, in ten channels, with so many bytes beside the
+states. By its settings for up to 8 ranks; with more there is more, and room for RDMA too."""
 ENGINE_RESERVE = 1.2 * GIB
 """What vLLM keeps beside weights and KV cache for its largest forward and CUDA graphs; measured at 0.6B."""
 ENGINE_SHARE = 0.9
@@ -74,9 +78,18 @@ def trainer_memory(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool, devi
     if not on_gpu:
         host = {"process": IDLE["trainer"], **parts, **_being_written(config, hf_config)}
         return RoleMemory("trainer rank", ranks, host=host)
+    parts |= _dispatch_buffer(config, hf_config)
     away = _offloaded(config, hf_config, row_tokens or longest_row(config))
     host = {"process": IDLE["trainer on a GPU"], **away, **_being_written(config, hf_config)}
     return RoleMemory("trainer rank", ranks, parts, host, device.memory - CONTEXT if device else None)
+
+
+def _dispatch_buffer(config: RunConfig, hf_config: HFConfig) -> Parts:
+    ep = choose_degrees(config, trainer_ranks(config)).ep
+    if ep == 1 or config.trainer.parallel.ep_dispatch != "deepep":
+        return {}
+    width = BYTES["bfloat16"] * spec.layer_widths(hf_config)[0].hidden + DEEPEP_TOKEN_BYTES
+    return {"DeepEP": DEEPEP_TOKENS * min(ep, DEEPEP_NODE) * width}
 
 
 def _being_written(config: RunConfig, hf_config: HFConfig) -> Parts:

@@ -14,9 +14,9 @@ from prime_hpc.models.moe import Experts
 
 def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
     """Turn the linear layers of `blocks` into FP8 ones, and the products of their experts where the GPU is a Hopper:
-    rows of activations, weights and gradients have a scale each. Linear layers compute the gradients of their weights
-    in bfloat16 (`rowwise_with_gw_hp` of torchao), as scaling them along the tokens costs more than the product gains.
-    Masters stay as they are, and so do head, embedding, norms and routers.
+    rows of activations, weights and gradients have a scale each. Gradients of weights are computed in bfloat16 (as
+    `rowwise_with_gw_hp` of torchao does), since scaling along the tokens costs more than the product gains. Masters
+    stay as they are, and so do head, embedding, norms and routers.
 
     Raises:
         ConfigurationError: torchao is not installed, or the device has no FP8.

@@ -272,7 +272,7 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     if trainer.fp8:
         use_fp8(policy.blocks, world.device)
     policy.context = ContextParallel(world.mesh.cp, trainer.parallel.cp_style)
-    divide_blocks(policy.blocks, world.mesh)
+    divide_blocks(policy.blocks, world.mesh, trainer.parallel.ep_dispatch)
     _prepare_blocks(policy, trainer, world)
     reshard, dtype = _reshards(trainer, world.mesh.degrees.fsdp), getattr(torch, trainer.dtype)
     shard(policy, policy.sharded_apart, world.mesh, dtype, reshard_after_forward=reshard)

@@ -10,7 +10,7 @@ import torch
 
 from prime_hpc.models.tiny import make_char_tokenizer
 from tests.models_support import save_model
-from tests.parallel_support import accumulate, check_attention, check_journey, fill_at_random
+from tests.parallel_support import accumulate, check_attention, check_fp8_experts, check_journey, fill_at_random
 from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
@@ -46,6 +46,7 @@ CASES = [
     (4, DENSE, "native", {"tp": 2, "cp": 2}),
     (4, BIASED, "native", {"tp": 2, "dp_replicate": 2}),
     (4, SPARSE, "native", {"ep": 4}),
+    (2, GLM, "native", {"ep": 2, "ep_dispatch": "deepep"}),
     (2, DENSE, "hf", {}),
     (2, DENSE, "hf", {"cp": 2}),
     (4, DENSE, "hf", {"cp": 2, "cp_style": "ring"}),
@@ -110,6 +111,12 @@ def test_rows_reach_the_ranks_of_their_experts_and_return(tmp_path):
     first, second = run_ranks(2, check_journey, 2, tmp_path / "store")
     assert first == [[3, 0, 1, 2], [3, 0]]
     assert second == [[0, 0, 4, 2], [5, 4]]
+
+
+def test_divided_experts_in_fp8_follow_whole_ones_in_float32_however_tokens_reach_them(tmp_path):
+    for errors in run_ranks(2, check_fp8_experts, 2, tmp_path / "store"):
+        assert errors.keys() == {"all_to_all", "deepep"}
+        assert all(0.01 < error < 0.12 for found in errors.values() for error in found)
 
 
 @pytest.mark.parametrize(("ranks", "degrees", "frees"), [

@@ -15,6 +15,7 @@ from tests.unit.test_placement import make_config as make_slurm_config
 DENSE = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4,
          "intermediate_size": 96, "num_hidden_layers": 2}  # fmt: skip
 SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 40, "num_experts_per_tok": 2}
+WIDE = {**SPARSE, "num_experts": 48, "moe_intermediate_size": 64}
 SHAPE = "16 heads, 4 KV heads, MLPs of width [96]"
 
 
@@ -35,6 +36,8 @@ LEGAL = [
     (SPARSE, 8, {"ep": "auto"}, {"dp_shard": 8, "ep": 4}),
     (SPARSE, 8, {"ep": "auto", "cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}),
     (SPARSE, 8, {"ep": 4, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 4, "ep": 4}),
+    (SPARSE, 6, {"ep": "auto", "ep_dispatch": "deepep"}, {"dp_shard": 6}),  # 3 and 6 ranks are not what it takes
+    (SPARSE, 8, {"ep": "auto", "ep_dispatch": "deepep"}, {"dp_shard": 8, "ep": 4}),
 ]
 
 
@@ -55,6 +58,12 @@ REFUSED = [
     (DENSE, 4, {"ep": 2}, f"ep = 2: expected 1, which 4 ranks that share a copy allow for {SHAPE}"),
     (SPARSE, 8, {"ep": 8}, "ep = 8: expected one of 1, 2, 4, which 8 ranks that share a copy allow for 16 heads, 4 KV "
                            "heads, MLPs of width [], 12 experts of width 40"),
+    (WIDE, 16, {"ep": 16, "ep_dispatch": "deepep"}, "ep = 16: expected one of 1, 2, 4, 8, which 16 ranks that share a "
+     "copy with ep_dispatch=deepep, tp=1 and 16 ranks a node allow for 16 heads, 4 KV heads, MLPs of width [], 48 "
+     "experts of width 64"),
+    (WIDE, 8, {"ep": 2, "tp": 2, "ep_dispatch": "deepep"}, "ep = 2: expected 1, which 4 ranks that share a copy with "
+     "ep_dispatch=deepep, tp=2 and 8 ranks a node allow for 16 heads, 4 KV heads, MLPs of width [], 48 experts of "
+     "width 64"),
     ({**DENSE, "model_type": "gemma"}, 4, {"tp": 2}, "tp = 2: expected 1, which 4 ranks allow for a model of "
                                                      "transformers, which has neither tp nor ep"),
     ({**DENSE, "model_type": "qwen3_vl"}, 4, {"cp": 2}, "cp = 2: expected 1, which 4 ranks with tp=1 allow for a model "
@@ -87,6 +96,15 @@ def test_experts_stay_within_a_node(tmp_path):
     config = make_slurm_config("launcher.name=slurm_hetjob", "cluster.gpus_per_node=2", "trainer.ranks=8",
                                f"model.path={tmp_path}", "trainer.parallel.ep=auto")  # fmt: skip
     assert choose_degrees(config, 8).ep == 2
+
+
+@pytest.mark.parametrize(("gpus_per_node", "problems"), [(8, 0), (4, 1)])
+def test_deepep_crosses_nodes_of_eight_gpus_only(gpus_per_node, problems, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    config = make_slurm_config("launcher.name=slurm_hetjob", f"cluster.gpus_per_node={gpus_per_node}",
+                               f"model.path={tmp_path}", "trainer.ranks=16", "trainer.parallel.ep=16",
+                               "trainer.parallel.ep_dispatch=deepep")  # fmt: skip
+    assert len(find_parallel_problems(config)) == problems
 
 
 def test_tensor_parallel_engines_divide_the_attention_heads(tmp_path: Path) -> None:

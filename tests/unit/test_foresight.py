@@ -84,6 +84,15 @@ def test_a_trainer_peak_is_within_a_tenth_of_the_measured_one(model, config, tok
     assert estimate.gpu_bytes / GIB == pytest.approx(measured_gib, rel=0.1)
 
 
+def test_a_trainer_has_room_for_the_buffer_of_deepep() -> None:
+    """What its `get_nvl_buffer_size_hint` says of eight ranks, but for some bytes a token."""
+    peaks = {}
+    for dispatch in ("all_to_all", "deepep"):
+        config = make_config(ranks=8, parallel={"ep": 8, "ep_dispatch": dispatch})
+        peaks[dispatch] = trainer_memory(config, SPARSE, on_gpu=True).gpu_bytes
+    assert peaks["deepep"] - peaks["all_to_all"] == 10 * 8 * 256 * (2 * 2048 + 128 * (8 + 4 + 4))
+
+
 def narrow(**sizes: int) -> dict[str, Any]:
     return {"model_type": "qwen3", "head_dim": 64, "num_key_value_heads": 2, "tie_word_embeddings": True, **sizes}
 

@@ -17,6 +17,8 @@ COUNTS = [[33, 0, 30, 7, 0], [0, 0, 0, 1, 0], [16, 32, 16, 0, 6], [0, 0, 0, 0, 0
 ERROR = 0.04
 """Share of the norm by which a product may be off: rounding to three bits of mantissa is off by 2.6 % on average, on
 either side of the product."""
+ROUNDING = 0.005
+"""The same of a product in bfloat16."""
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -71,8 +73,8 @@ def test_products_and_both_gradients_follow_float32(counts):
     upstream = torch.randn_like(output)
     found = torch.autograd.grad(output, [rows, weights], upstream)
     wanted = torch.autograd.grad(expected, [rows, weights], upstream.float())
-    for actual, exact in zip(found, wanted, strict=True):
-        assert actual.dtype == torch.bfloat16 and error(actual, exact) < ERROR
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.bfloat16]
+    assert error(found[0], wanted[0]) < ERROR and error(found[1], wanted[1]) < ROUNDING
     assert not found[1][[i for i, count in enumerate(counts) if not count]].any()
 
 

@@ -21,12 +21,16 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 """Rows sorted by expert, and rows of each expert, to rows."""
 
 
-def distribute_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    """Leave each rank of a mesh of one dimension its share of the stacked matrices, and let tokens travel."""
+def divide_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    """Leave each rank of a mesh of one dimension its share of the stacked matrices."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         share = distribute_tensor(parameter, mesh, [Shard(0)])
         experts.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
-    experts.forward = torch.compiler.disable(partial(_forward, experts.forward, mesh.get_group()))
+
+
+def dispatch_by_all_to_all(experts: Experts, group: ProcessGroup) -> None:
+    """Let the rows of `experts`, which are divided among `group`, travel to them and back."""
+    experts.forward = torch.compiler.disable(partial(_forward, experts.forward, group))
 
 
 def _forward(compute: Compute, group: ProcessGroup, rows: Tensor, counts: Tensor) -> Tensor:

@@ -5,20 +5,33 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from prime_hpc.models.moe import Experts
-from prime_hpc.trainer.parallel.experts import distribute_experts
+from prime_hpc.models.moe import Experts, MixtureOfExperts
+from prime_hpc.trainer.parallel.deepep import dispatch_by_deepep
+from prime_hpc.trainer.parallel.experts import dispatch_by_all_to_all, divide_experts
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.parallel.tensor import divide_block
 
 
-def divide_blocks(blocks: nn.ModuleList, mesh: Mesh) -> None:
-    """Give each rank its part of what tensor and expert parallelism divide; comes before `shard`."""
-    for block in blocks:
-        if mesh.tp:
+def divide_blocks(blocks: nn.ModuleList, mesh: Mesh, ep_dispatch: str) -> None:
+    """Give each rank its part of what tensor and expert parallelism divide; comes before `shard`. Tokens travel to
+    experts by `ep_dispatch`.
+
+    Raises:
+        ConfigurationError: that is not installed.
+    """
+    if mesh.tp:
+        for block in blocks:
             divide_block(block, mesh.tp)
-        if mesh.ep:
-            for experts in _experts(block):
-                distribute_experts(experts, mesh.ep)
+    mixtures = [module for module in blocks.modules() if isinstance(module, MixtureOfExperts)]
+    if not mesh.ep or not mixtures:
+        return
+    for mixture in mixtures:
+        divide_experts(mixture.experts, mesh.ep)
+    if ep_dispatch == "deepep":
+        dispatch_by_deepep(mixtures, mesh.ep.get_group())
+    else:
+        for mixture in mixtures:
+            dispatch_by_all_to_all(mixture.experts, mesh.ep.get_group())
 
 
 def shard(
