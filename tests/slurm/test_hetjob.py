@@ -50,7 +50,7 @@ def test_variables_of_a_step_and_the_states_of_its_job(slurm: SlurmSandbox, tmp_
     job.finish()
     ids = [f"{job.id}+{group}" for group in range(3)]
     assert slurm.wait(job.id, "COMPLETED") == dict.fromkeys(ids, "COMPLETED")
-    assert slurm.accounted(job.id, "COMPLETED") == dict.fromkeys(ids, "COMPLETED")
+    assert slurm.accounted(job.id, "COMPLETED", 3) == dict.fromkeys(ids, "COMPLETED")
 
 
 def test_a_step_is_signalled_by_its_components_own_id(slurm: SlurmSandbox, tmp_path: Path):

@@ -37,5 +37,5 @@ def test_rewards_rise_in_a_heterogeneous_job(slurm: SlurmSandbox, tmp_path: Path
     summary = json.loads((run.root / "summary.json").read_text())
     assert summary["reward_last5"] > summary["reward_first5"] + 0.05
     assert summary["mismatch_abs_mean"] < 1e-4 and summary["mismatch_tokens"] > 500
-    assert len(slurm.accounted(run.job.job_id, "COMPLETED")) == 3
+    assert len(slurm.accounted(run.job.job_id, "COMPLETED", 3)) == 3
     assert not [event for event in run.events if event["kind"] in ("exit", "hang")]

@@ -18,7 +18,7 @@ def test_a_heterogeneous_job_completes_with_every_part(slurm: SlurmSandbox, tmp_
     assert_whole(run, 5)
     states = slurm.wait(run.job.job_id, "COMPLETED")
     assert len(states) == 3
-    assert len(slurm.accounted(run.job.job_id, "COMPLETED")) == 3
+    assert len(slurm.accounted(run.job.job_id, "COMPLETED", 3)) == 3
     results = {result["process"]: result["host"] for result in run.job.results()}
     assert results == {"orchestrator-0": "node0", "env-reverse_text-0": "node0", "inference-0": "node1",
                        "inference-1": "node2", "trainer-0": "node3", "trainer-1": "node4"}  # fmt: skip

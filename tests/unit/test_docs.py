@@ -23,7 +23,7 @@ LAUNCH = re.compile(r"python -m prime_hpc\.launch ([^#`\n]+)")
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Every launch command of the documentation, and of `--help`, with its page."""
     for page in [*PAGES, conf_dir() / "run.yaml"]:
-        for arguments in LAUNCH.findall(page.read_text()):
+        for arguments in LAUNCH.findall(page.read_text().replace("\\\n", " ")):
             yield page.name, shlex.split(arguments)
 
 

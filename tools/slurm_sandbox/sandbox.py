@@ -100,8 +100,8 @@ class SlurmSandbox:
         command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State"]
         return _fields(self.run(command).stdout)
 
-    def accounted(self, job: str, state: str) -> dict[str, str]:
-        """What accounting has of the components, once that is `state` of each.
+    def accounted(self, job: str, state: str, components: int = 1) -> dict[str, str]:
+        """What accounting has of a job's components, once it knows as many and has `state` of each.
 
         Raises:
             DeadlineExceeded: it is not after two minutes.
@@ -109,7 +109,7 @@ class SlurmSandbox:
 
         def reached() -> dict[str, str]:
             now = self.sacct(job)
-            return now if set(now.values()) == {state} else {}
+            return now if len(now) >= components and set(now.values()) == {state} else {}
 
         return wait_for(reached, f"{state} of job {job}", "slurmdbd", 120.0)
 
