@@ -315,9 +315,13 @@ def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _ep_dispatch(config: RunConfig) -> Iterator[ConfigProblem]:
-    if config.trainer.parallel.ep_dispatch == "deepep" and config.trainer.dtype != "bfloat16":
-        yield ConfigProblem("trainer.parallel.ep_dispatch", "deepep",
-                            f"all_to_all, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")  # fmt: skip
+    key, parallel = "trainer.parallel.ep_dispatch", config.trainer.parallel
+    if parallel.ep_dispatch != "deepep":
+        return
+    if config.trainer.dtype != "bfloat16":
+        yield ConfigProblem(key, "deepep", f"all_to_all, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
+    if parallel.ep == 1:
+        yield ConfigProblem(key, "deepep", "all_to_all, as trainer.parallel.ep=1 divides no experts, or a larger ep")
 
 
 def _bench(config: RunConfig) -> Iterator[ConfigProblem]:

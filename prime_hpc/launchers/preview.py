@@ -1,11 +1,9 @@
 """What a dry run shows beside the plan: estimates, what the cluster lacks for it, and when Slurm would start it."""
 
-from pathlib import Path
-
 from rich.console import Console
 
 from prime_hpc.cluster.gpus import list_gpus
-from prime_hpc.config.checks import read_json
+from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.slurm.site import Start, ask_partitions, ask_starts, find_site_problems
@@ -18,7 +16,7 @@ from prime_hpc.plan.workload import measured
 
 def show_estimates(start: RunStart, console: Console) -> None:
     """Memory, disk and time of the plan, from the lengths of earlier attempts where there are any."""
-    hf_config = read_json(Path(start.config.model.path) / "config.json")
+    hf_config = hf_config_of(start.config.model)
     if hf_config is None:
         return
     workload = measured(read_metrics(start.paths.metrics).values(), start.plan.name)

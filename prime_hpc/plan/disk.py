@@ -30,7 +30,10 @@ class Disk:
 
 def disk_use(config: RunConfig, hf_config: HFConfig, workload: Workload) -> Disk:
     """Checkpoints hold parameters that train and their moments in float32, weight versions the published dtype. One
-    more of each exists while the next one is written; one more version while a slow engine still reads it."""
+    more of each exists while the next one is written; one more version while a slow engine still reads it. A bench of
+    the trainer keeps nothing."""
+    if config.mode == "bench":
+        return Disk(checkpoint=0, checkpoints=0, version=0, versions=0, model=0, records=0)
     keep, parameters, serves = config.checkpoint, spec.param_count(hf_config), config.mode == "rl"
     published = config.trainer.dtype if config.trainer.publish_dtype == "auto" else config.trainer.publish_dtype
     version = BYTES[published] * parameters

@@ -37,6 +37,8 @@ def _memory(roles: list[RoleMemory]) -> Table:
 
 
 def _disk(disk: Disk) -> str:
+    if not disk.total:
+        return "disk: logs alone"
     parts = [f"{disk.checkpoints} checkpoints of {_gib(disk.checkpoint)}", f"the final model {_gib(disk.model)}"]
     if disk.versions:
         parts.insert(1, f"{disk.versions} weight versions of {_gib(disk.version)}")

@@ -132,9 +132,9 @@ def resolve(directory: Path, which: str, forks: Sequence[Fork] = ()) -> Path:
     else:
         found = Path(which)
     if found is None or not (found / MANIFEST).exists():
-        steps = ", ".join(map(str, complete_steps(directory)))
+        steps = ", ".join(map(str, complete_steps(directory))) or "none"
         expected = f"`latest`, a step or the path of a complete checkpoint; steps in {directory}: {steps}"
-        if not steps:
+        if which == "latest" and found is None:
             expected = f"a complete checkpoint, and there is none in {directory}; resume=auto starts anew then"
         raise ConfigurationError([ConfigProblem("resume", which, expected)])
     return found

@@ -81,6 +81,11 @@ def test_resolve_names_the_steps_there_are(which, tmp_path):
         checkpoints.resolve(tmp_path, which)
 
 
+def test_resolve_of_a_path_that_is_none_speaks_of_that_path(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"'nowhere': .* the path of a complete checkpoint; .*: none$"):
+        checkpoints.resolve(tmp_path, "nowhere")
+
+
 def test_prune_keeps_the_newest_and_the_multiples(tmp_path):
     for step in (2, 4, 6, 8, 10):
         write(tmp_path, step)

@@ -61,8 +61,9 @@ def test_a_buffer_has_room_for_both_ways(monkeypatch):
     monkeypatch.delitem(sys.modules, "deep_ep")
 
 
-def test_deepep_is_refused_in_float32():
-    config = parse({"trainer": {"parallel": {"ep_dispatch": "deepep"}}})
-    assert "trainer.parallel.ep_dispatch" in {problem.key for problem in find_conflicts(config)}
-    config.trainer.dtype = "bfloat16"
-    assert "trainer.parallel.ep_dispatch" not in {problem.key for problem in find_conflicts(config)}
+@pytest.mark.parametrize(("dtype", "ep", "problems"), [
+    ("float32", 2, 1), ("bfloat16", 1, 1), ("float32", 1, 2), ("bfloat16", 2, 0), ("bfloat16", "auto", 0),
+])  # fmt: skip
+def test_deepep_is_refused_in_float32_and_where_no_experts_are_divided(dtype, ep, problems):
+    config = parse({"trainer": {"dtype": dtype, "parallel": {"ep_dispatch": "deepep", "ep": ep}}})
+    assert [p.key for p in find_conflicts(config)].count("trainer.parallel.ep_dispatch") == problems
