@@ -81,6 +81,8 @@ def layouts(ranks: int, names: list[str]) -> list[Layout]:
         Layout("fsdp sparse", "qwen3_moe", {}),
         Layout("ep", "qwen3_moe", {"ep": ranks}),
     ]
+    if unknown := {*names} - {layout.name for layout in every}:
+        sys.exit(f"no layouts: {', '.join(sorted(unknown))}; known are {', '.join(layout.name for layout in every)}")
     chosen = [layout for layout in every if not names or layout.name in names]
     models = {layout.model for layout in chosen}
     return [layout for layout in every if layout in chosen or (layout.degrees is None and layout.model in models)]
