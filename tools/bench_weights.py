@@ -7,7 +7,6 @@ trainer rank in this process, by each transport in turn.
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -82,9 +81,7 @@ async def timed_update(made: Rig, fleet: Any) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the engine and measure."""
-    gpus = (options.engine_gpus, [options.trainer_gpu]) if torch.cuda.is_available() else None
-    if gpus:
-        torch.cuda.set_device(0)
+    gpus = (options.engine_gpus, [0]) if torch.cuda.is_available() else None
     vllm = {**VLLM, **(ON_GPU if gpus else {}), **options.vllm}
     first = "delta" if "delta" in options.transports else "auto"  # an engine keeps a copy of its own for deltas alone
     trainer = {"dtype": "bfloat16" if gpus else "float32", "publish_dtype": "auto"}
@@ -105,13 +102,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--transports", nargs="+", default=["filesystem", "nccl"])
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--engine-gpus", type=int, nargs="+", default=[0])
+    parser.add_argument("--engine-gpus", type=int, nargs="+", default=[0], help="the trainer is on the first, 0")
     parser.add_argument("--vllm", type=json.loads, default={}, help="more arguments of vLLM, as a JSON object")
-    parser.add_argument("--trainer-gpu", type=int, default=0)
     parser.add_argument("--directory", default=None, help="where versions are written; the system's folder by default")
     parser.add_argument("--out", type=Path, help="file for the rows, as JSON")
     options = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(options.trainer_gpu)  # of this process; the engine has its own
     rows = run(options)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))

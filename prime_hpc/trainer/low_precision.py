@@ -1,15 +1,23 @@
 """FP8 products of matrices in the blocks: of linear layers by torchao, of experts by torch's own kernel."""
 
 import importlib.util
-from functools import partial
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models.grouped_fp8 import MULTIPLE, compute_padded, scaled_grouped_matmul
 from prime_hpc.models.moe import Experts
+
+
+class ScaledExperts(Experts):
+    """Experts whose products are in FP8. A class, lest each block be compiled for itself."""
+
+    multiply = staticmethod(scaled_grouped_matmul)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return compute_padded(super().forward, rows, counts)
 
 
 def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
@@ -38,8 +46,7 @@ def use_fp8_in_experts(blocks: nn.ModuleList) -> None:
     """Compute the products of the native experts in `blocks` by `scaled_grouped_matmul`."""
     for experts in (module for module in blocks.modules() if isinstance(module, Experts)):
         if not any(size % MULTIPLE for size in experts.gate_proj.shape[1:]):
-            experts.multiply = scaled_grouped_matmul
-            experts.forward = partial(compute_padded, experts.forward)
+            experts.__class__ = ScaledExperts
 
 
 def _refuse(expected: str) -> NoReturn:
