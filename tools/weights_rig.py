@@ -119,7 +119,11 @@ class Rig:
         role = self.roles["orchestrator-0"]
         directory = directory_of(role)
         addresses = directory.wait(role.config.inference.start_timeout_s)
-        return Fleet(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory)
+        engines = [Engine(name, url, serving=True) for name, url in addresses.items()]
+        return Fleet(role, engines, directory, self._write_whole)
+
+    async def _write_whole(self, version: PolicyVersion) -> None:
+        await asyncio.to_thread(self.writer.write_whole)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The trainer's weights in Hugging Face names."""

@@ -71,7 +71,8 @@ class UpdateConfig:
     transport: Literal["auto", "filesystem", "delta", "nccl", "ipc"] = "auto"
     """filesystem: whole files, written by the trainer and read by every engine. delta: what changed since the version
     before, in files; an engine's node holds the weights in memory a second time. nccl: from the trainer's memory to the
-    engines' (by gloo where both are on CPUs). ipc: the same between processes on one GPU. auto is filesystem."""
+    engines' (by gloo where both are on CPUs). ipc: the same between processes on one GPU. auto: nccl where engines and
+    trainer have GPUs of their own, ipc where each engine shares its only one with the trainer, filesystem else."""
     kv: Literal["recompute", "keep", "drain"] = "recompute"
     """What happens to requests that run when an update comes: recompute keeps them and drops their KV cache, which is
     exact; keep is fast; drain lets them finish first, for `drain_s` at most."""
@@ -84,7 +85,7 @@ class UpdateConfig:
     bucket_mib: Positive = 256
     """nccl, ipc: size of what is gathered and sent at once."""
     full_every: Positive = 10
-    """delta, nccl, ipc: every so many versions are written whole as well, for engines that start or fell behind."""
+    """delta: every so many versions are written whole as well, for engines that start or fell behind."""
     keep_versions: Positive = 2
     """Newest weight versions that stay on disk."""
     canary_every: NonNegative = 0
@@ -94,7 +95,7 @@ class UpdateConfig:
 
     @property
     def chosen(self) -> str:
-        """The transport that is used."""
+        """The transport that is used; a plan has none that is `auto`."""
         return "filesystem" if self.transport == "auto" else self.transport
 
     @property

@@ -24,7 +24,15 @@ from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import RecordedBatch
 from prime_hpc.transport.images import images_of
-from prime_hpc.transport.messages import BatchRequest, MicroBatch, RankBatch, Rollout, RolloutDone, Sample
+from prime_hpc.transport.messages import (
+    BatchRequest,
+    MicroBatch,
+    PolicyVersion,
+    RankBatch,
+    Rollout,
+    RolloutDone,
+    Sample,
+)
 
 LeaveOut = Callable[[Sample], tuple[Sample, int]]
 """Gives a sample without some of its tokens, and their number."""
@@ -173,6 +181,8 @@ class BatchShelf:
     def __init__(self, config: RunConfig):
         self._config, self._last = config, config.max_steps
         self._batches: dict[int, Batch] = {}
+        self._weights_first = 0
+        """The step before which all ranks are to write weights."""
         self._packed: dict[tuple[int, int], asyncio.Task[list[list[MicroBatch]]]] = {}
         self._changed = asyncio.Condition()
 
@@ -187,16 +197,31 @@ class BatchShelf:
         async with self._changed:
             self._changed.notify_all()
 
+    async def ask_for_weights(self, version: PolicyVersion) -> None:
+        """Have the trainer write `version` whole before the next batch, if it has none to train on: one that has will
+        publish soon anyway."""
+        step = version.step + 1
+        if step in self._batches or step > self._last:
+            return
+        async with self._changed:
+            self._weights_first = step
+            self._changed.notify_all()
+
     def holds(self, step: int) -> bool:
         return step in self._batches
 
     async def answer(self, request: BatchRequest) -> RankBatch:
-        """The asked batch as the rank sees it, once it exists; an empty one past the last step."""
+        """The asked batch as the rank sees it, once it exists; an empty one past the last step, and where weights are
+        to be written first, which all ranks are told before any of them gets the batch."""
         self._forget(request.checkpointed)
         async with self._changed:
-            await self._changed.wait_for(lambda: request.step in self._batches or request.step > self._last)
+            await self._changed.wait_for(
+                lambda: request.step in self._batches or request.step > self._last or self._is_to_write(request)
+            )
+        if self._is_to_write(request):
+            return _empty(request, write_weights=True)
         if request.step > self._last:
-            return _nothing_left(request)
+            return _empty(request, last=True)
         batch = self._batches[request.step]
         ranks = await self._pack(batch, request.world)
         return RankBatch(
@@ -209,6 +234,9 @@ class BatchShelf:
             images=images_of(ranks[request.rank], batch.images),
         )
 
+    def _is_to_write(self, request: BatchRequest) -> bool:
+        return request.step == self._weights_first and not request.written
+
     async def _pack(self, batch: Batch, world: int) -> list[list[MicroBatch]]:
         key = (batch.step, world)
         if key not in self._packed:
@@ -220,8 +248,9 @@ class BatchShelf:
         self._packed = {key: task for key, task in self._packed.items() if key[0] > checkpointed}
 
 
-def _nothing_left(request: BatchRequest) -> RankBatch:
-    return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=True)
+def _empty(request: BatchRequest, *, last: bool = False, write_weights: bool = False) -> RankBatch:
+    return RankBatch(step=request.step, rank=request.rank, micro_batches=[], sample_ids=[], journal_offset=0, last=last,
+                     write_weights=write_weights)  # fmt: skip
 
 
 def _samples(group: Group) -> list[Sample]:

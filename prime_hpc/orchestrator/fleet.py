@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from prime_hpc.transport.weights import (
     RECEIVERS,
     Receiver,
     WeightsManifest,
-    published_versions,
     read_manifest,
 )
 
@@ -32,6 +31,8 @@ PROBE_S = 5.0
 """An engine that does not answer a probe within this time stays out."""
 MARGIN_S = 5.0
 """What an answer over HTTP may take longer than the work that it reports."""
+
+AskWhole = Callable[[PolicyVersion], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -74,11 +75,15 @@ class _Target:
 
 
 class Fleet:
-    """All engines of the run. One that fails leaves the rotation and comes back once it serves the current version."""
+    """All engines of the run. One that fails leaves the rotation and comes back once it serves the current version.
 
-    def __init__(self, role: Role, engines: list[Engine], directory: Directory):
+    `ask_whole` asks the trainer to write a version that was only streamed, when nobody is left to serve it.
+    """
+
+    def __init__(self, role: Role, engines: list[Engine], directory: Directory, ask_whole: AskWhole | None = None):
         self.engines = engines
         self._role, self._directory = role, directory
+        self._ask_whole = ask_whole
         self._target: _Target | None = None
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -87,7 +92,7 @@ class Fleet:
         self._attachment = Attachment(role, self._http)
 
     @classmethod
-    async def connect(cls, role: Role) -> "Fleet":
+    async def connect(cls, role: Role, ask_whole: AskWhole | None = None) -> "Fleet":
         """Wait until every engine has an address; engines of another run are checked and claimed.
 
         Raises:
@@ -96,7 +101,7 @@ class Fleet:
         timeout_s, directory = role.config.inference.start_timeout_s, directory_of(role)
         with role.heart.waiting("the engines' addresses", "inference-0", timeout_s):
             addresses = await asyncio.to_thread(directory.wait, timeout_s)
-        fleet = cls(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory)
+        fleet = cls(role, [Engine(name, url, serving=True) for name, url in addresses.items()], directory, ask_whole)
         await fleet._attachment.claim(fleet.engines)
         return fleet
 
@@ -171,24 +176,12 @@ class Fleet:
             await self._admit(engine)
         if engine.serving or self._target is None:
             return
-        target = await asyncio.to_thread(self._in_files)
-        if target and isinstance(await self._try(engine, target), UpdateTimes):
-            self._role.log.info("%s has caught up with v%s", engine.name, target.version)
-
-    def _in_files(self) -> _Target | None:
-        """What an engine can catch up with: the current version or, where that was only streamed and nobody is left to
-        serve it, the newest that lies on disk."""
-        current = _Target.read(self._target.version, self._target.directory)
-        if current.manifest.in_files:
-            return current
-        if current.manifest.stream or any(e.serving for e in self.engines):
-            return None
-        paths = self._role.paths
-        for version in reversed(published_versions(paths.weights)):
-            target = _Target.read(version, paths.weights_version(str(version)))
-            if target.manifest.in_files:
-                return target
-        return None
+        target = await asyncio.to_thread(_Target.read, self._target.version, self._target.directory)
+        if target.manifest.in_files:
+            if isinstance(await self._try(engine, target), UpdateTimes):
+                self._role.log.info("%s has caught up with v%s", engine.name, target.version)
+        elif self._ask_whole and not target.manifest.stream and not any(e.serving for e in self.engines):
+            await self._ask_whole(target.version)
 
     async def _probe(self, engine: Engine) -> dict[str, Any] | None:
         """The state of an engine, None where it does not answer."""
@@ -219,7 +212,7 @@ class Fleet:
                 self._leave_behind(engine, InferenceFailure(f"it gave no answer for {PROBE_S:.0f} s"))
         asked = {engine: state for engine, state in states.items() if state}
         receivers = {e.name: Receiver(link=str(e.link), workers=state["workers"]) for e, state in asked.items()}
-        write_atomic(target.directory / RECEIVERS, msgspec.json.encode(receivers))
+        write_atomic(target.directory / RECEIVERS, msgspec.json.encode(receivers), durable=False)
         return list(asked)
 
     async def _try(

@@ -6,6 +6,7 @@ was fenced off still writes reaches nobody, and at every complete checkpoint. It
 before it have left. A segment goes once no checkpoint that is kept needs it.
 """
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -189,13 +190,20 @@ class Journal:
         """Where a resume that knows everything up to now begins."""
         return self._base + os.fstat(self._file.fileno()).st_size
 
-    def append(self, record: Record, *, durable: bool = False) -> None:
-        """Add a record; `durable` flushes it to disk before returning."""
+    def append(self, record: Record) -> None:
+        """Add a record, which outlives this process; see `flush`."""
         framed = frame(_encoder.encode(record))
         self._patiently(lambda: append(self._file, framed))
-        if durable:
-            os.fsync(self._file.fileno())
         self.state.apply(record, self.offset)
+
+    async def flush(self) -> None:
+        """Return once the records up to now outlive this node, which takes seconds where weights are being written to
+        the same disk."""
+        descriptor = os.dup(self._file.fileno())  # a new segment may begin meanwhile
+        try:
+            await asyncio.to_thread(os.fsync, descriptor)
+        finally:
+            os.close(descriptor)
 
     def cover(self, step: int, needed: int) -> None:
         """A checkpoint of `step` is complete: begin a new segment, and remove those that end before offset `needed`."""

@@ -85,7 +85,7 @@ class Orchestrator:
         await self._finish()
 
     async def _connect(self) -> None:
-        self.fleet = await Fleet.connect(self.role)
+        self.fleet = await Fleet.connect(self.role, self.shelf.ask_for_weights)
         self.frozen = await FrozenModels.connect(self.role)
         shipped = max(self.start_step, self.journal.state.step)
         self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
@@ -119,6 +119,8 @@ class Orchestrator:
         That is where the newest checkpoint was damaged, and the trainer went back to one before it.
         """
         if request.checkpointed > self.journal.state.covered:
+            await self.journal.flush()
+        if request.checkpointed > self.journal.state.covered:  # still: several ranks ask
             self.role.lease.check()
             self.journal.cover(request.checkpointed, oldest_offset(self.role.paths.checkpoints))
         async with self._shipping_again:
@@ -179,9 +181,10 @@ class Orchestrator:
             max_staleness=self.config.orchestrator.max_staleness,
             lr=self.live.lr,
         )
-        self.journal.append(cut, durable=True)
-        self.role.reach("batch.during")
+        self.journal.append(cut)
         batch = replace(batch, journal_offset=self.journal.offset, lr=cut.lr)
+        await self.journal.flush()
+        self.role.reach("batch.during")
         self.ledger.note(batch.step, self.load.take_metrics())
         await self.shelf.put(batch)
         self.versions.shipped = batch.step

@@ -13,7 +13,7 @@ from prime_hpc.config.schema import to_dict
 from prime_hpc.config.sizes import components_of, engine_models
 from prime_hpc.plan.placement import Placement, Slot, place
 from prime_hpc.plan.run_plan import GUEST_OF, Fork, ProcessPlan, RunPlan
-from prime_hpc.plan.transport import check_transport
+from prime_hpc.plan.transport import settle_transport
 
 BASE_ENV = {
     "PYTHONUNBUFFERED": "1",
@@ -64,7 +64,7 @@ def build_plan(config: RunConfig, run_dir: Path, attempt: Attempt, gpus: int) ->
         rewind=attempt.rewind,
         config=to_dict(config),
     )
-    check_transport(config, plan)
+    settle_transport(config, plan)
     return plan
 
 

@@ -4,7 +4,6 @@ from rich.console import Group
 from rich.table import Table
 
 from prime_hpc.plan.run_plan import RunPlan
-from prime_hpc.plan.transport import describe_transport
 from prime_hpc.plan.units import Unit, units
 
 
@@ -15,7 +14,7 @@ def render(plan: RunPlan) -> Group:
     length = "until it is stopped" if config["mode"] == "serve" else f"{config['max_steps']} steps"
     facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {length}, {origin}"
     if config["mode"] == "rl":
-        facts += f"; {describe_transport(plan.typed_config().update)}"
+        facts += f"; weights by {plan.typed_config().update.chosen}"
     tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]
     return Group(facts, plan.run_dir, "", *tables)
 

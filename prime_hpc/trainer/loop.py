@@ -52,6 +52,9 @@ def run(role: Role) -> None:
         role.reach("batch.before")
         with watch("wait_for_batch"):
             received = source.receive(step + 1, report, checkpointer.newest)
+        if received.write_weights:
+            writer.write_whole()
+            continue
         if not received.micro_batches:
             break
         batch, step = received, step + 1

@@ -44,25 +44,35 @@ class WeightsWriter:
         self._canary = CanaryScorer(policy, world, config.seq_len, every)
         self._published = 0
         self._base: str | None = None
+        self._streamed: tuple[Path, WeightsManifest] | None = None
+        """The newest version, if it was only streamed."""
 
     def publish(self, version: PolicyVersion) -> None:
         """Announce `weights/vL.S` and see to it that engines can have it; then remove versions that nobody needs.
 
-        The first version is always whole; weights are streamed from the second on. Adapters travel whole, in files.
+        The first version is always whole; weights are streamed from the second on, and the last is written too, since
+        nobody could ask for it any more. Adapters travel whole, in files.
         """
         self._role.reach("update.before")
         final = self._role.paths.weights_version(str(version))
         manifest = WeightsManifest(version=str(version), dtype=self._dtype, canary=self._canary.score())
-        whole = self._update.chosen == "filesystem" or self._published % self._update.full_every == 0
         if self._adapters_only:
             self._publish_adapters(final, version)
         elif self._sender and self._published:
-            self._stream(self._sender, final, manifest, whole=whole)
+            self._stream(self._sender, final, manifest, last=version.step == self._role.config.max_steps)
         else:
-            self._publish_files(final, manifest, whole=whole)
+            due = self._published % self._update.full_every == 0
+            self._publish_files(final, manifest, whole=due or self._update.chosen != "delta")
         self._published += 1
         if self._world.first:
             self._clean_up()
+
+    def write_whole(self) -> None:
+        """Write the newest version whole, if it was only streamed."""
+        if self._streamed:
+            final, manifest = self._streamed
+            self._role.log.info("writing v%s, which engines ask for", manifest.version)
+            self._add_files(final, manifest)
 
     def export(self) -> None:
         """Write `model/` in the run directory: weights, config and tokenizer, ready for any Hugging Face tool.
@@ -116,8 +126,9 @@ class WeightsWriter:
             weights.publish(partial, final)
         self._base = manifest.version
 
-    def _stream(self, sender: StreamSender, final: Path, manifest: WeightsManifest, *, whole: bool) -> None:
-        """Offer the version, send it to whoever is asked for, and write it whole if it is due or an engine lacks it."""
+    def _stream(self, sender: StreamSender, final: Path, manifest: WeightsManifest, *, last: bool) -> None:
+        """Offer the version, send it to whoever is asked for, and write it whole if it is the last or an engine lacks
+        it."""
         partial = self._begin(final)
         manifest.stream = sender.offer()
         if self._world.first:
@@ -126,10 +137,18 @@ class WeightsWriter:
         receivers = self._await_receivers(final)
         sent = sender.send(manifest.version, receivers) if receivers else None
         manifest.stream, manifest.streamed = None, sent.digest if sent else ""
-        whole = whole or sent is None or bool(sent.lost)
-        written = self._files.write(final, whole=True) if whole else Written({}, {})
+        self._streamed = final, manifest
+        if last or sent is None or sent.lost:
+            self._add_files(final, manifest)
+        elif self._world.first:
+            self._seal(final, manifest, Written({}, {}), whole=False)
+
+    def _add_files(self, final: Path, manifest: WeightsManifest) -> None:
+        """Write the files of a version that was streamed."""
+        written = self._files.write(final, whole=True)
         if self._world.first:
-            self._seal(final, manifest, written, whole=whole)
+            self._seal(final, manifest, written, whole=True)
+        self._streamed = None
 
     def _await_receivers(self, final: Path) -> dict[str, Receiver]:
         """The engines that the orchestrator has named, alike on all ranks; none where it does not name them in time."""
@@ -162,7 +181,7 @@ class WeightsWriter:
 
     def _clean_up(self) -> None:
         """Delete leftovers and old versions: those before the newest few, before the oldest that an engine still runs,
-        and before the newest whole one, from which engines start."""
+        and before the newest whole one that deltas lead on from."""
         paths = self._role.paths
         for name in list_fresh(paths.weights):
             if name.startswith(".v"):
@@ -171,7 +190,8 @@ class WeightsWriter:
         acks = [read_json(paths.acks / name) for name in list_fresh(paths.acks)
                 if name.endswith(".json") and not name.startswith(".")]  # fmt: skip
         needed = [PolicyVersion.parse(ack["version"]) for ack in acks if ack]
-        needed += [v for v in versions if weights.read_manifest(paths.weights_version(str(v))).whole][-1:]
+        if self._update.chosen == "delta":
+            needed += [v for v in versions if weights.read_manifest(paths.weights_version(str(v))).whole][-1:]
         for version in versions[: -self._update.keep_versions]:
             if version < min(needed, default=versions[-1]):
                 path = paths.weights_version(str(version))

@@ -32,7 +32,8 @@ class BatchSource(Protocol):
     """The trainer rank's end."""
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
-        """Batch `step`, waiting for it; hands over the report of the step before."""
+        """Batch `step`, or word that weights are to be written before it, waiting for either; hands over the report of
+        the step before."""
         ...
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
@@ -59,15 +60,19 @@ class ZmqSource:
         self._role = role
         self._address = role.rendezvous.wait(ORCHESTRATOR, ADDRESS, role.config.cluster.start_timeout_s)
         self._socket = sockets.dealer(zmq.Context.instance(), role.secrets, self._address, role.process.name)
+        self._told = -1
+        """The step before which this rank was told to write weights."""
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
-        request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report)
+        request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report,
+                               written=step == self._told)  # fmt: skip
         deadline = time.monotonic() + self._timeout_s
         with self._role.heart.waiting(f"batch {step}", ORCHESTRATOR, self._timeout_s):
             while time.monotonic() < deadline:
                 self._socket.send_multipart(encode(request))
                 reply = self._reply(step)
                 if reply:
+                    self._told = step if reply.write_weights else self._told
                     return reply
                 self._follow()
         raise DeadlineExceeded(self._role.process.name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
@@ -77,7 +82,7 @@ class ZmqSource:
         until = time.monotonic() + REPEAT_S
         while (left := until - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
             reply = decode_as(self._socket.recv_multipart(), RankBatch)
-            if reply.step == step:
+            if reply.step == step and not (reply.write_weights and step == self._told):
                 return reply
         return None
 
@@ -94,24 +99,29 @@ class ZmqSource:
 
 
 class FileSource:
-    """Reads `rollouts/batches/step_N/rank_R.bin` and leaves `request_R.bin` for the orchestrator."""
+    """Reads `rollouts/batches/step_N/rank_R.bin` and leaves `request_R.bin` for the orchestrator; once it has written
+    weights before the step, `rank_R.written.bin` and `request_R.written.bin`."""
 
     def __init__(self, role: Role, rank: int, world: int, *, asks: bool):
         self._root = role.paths.batches
         self._rank, self._world, self._asks = rank, world, asks
         self._timeout_s = role.config.trainer.batch_timeout_s
         self._role = role
+        self._told = -1
+        """The step before which this rank was told to write weights."""
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
         self._ask(step, report, checkpointed)
-        directory, name = self._root / f"step_{step}", f"rank_{self._rank}.bin"
+        directory, name = self._root / f"step_{step}", f"rank_{self._suffix(step)}"
         deadline = time.monotonic() + self._timeout_s
         with self._role.heart.waiting(f"batch {step}", ORCHESTRATOR, self._timeout_s):
             while name not in list_fresh(directory):
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(self._role.process.name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
                 time.sleep(POLL_S)
-        return _read(directory / name, RankBatch)
+        reply = _read(directory / name, RankBatch)
+        self._told = step if reply.write_weights else self._told
+        return reply
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         self._ask(step + 1, report, checkpointed)
@@ -119,8 +129,12 @@ class FileSource:
     def _ask(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         if not self._asks:
             return
-        request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report)
-        _write(self._root / f"step_{step}" / f"request_{self._rank}.bin", request)
+        request = BatchRequest(rank=self._rank, world=self._world, step=step, checkpointed=checkpointed, report=report,
+                               written=step == self._told)  # fmt: skip
+        _write(self._root / f"step_{step}" / f"request_{self._suffix(step)}", request)
+
+    def _suffix(self, step: int) -> str:
+        return f"{self._rank}.written.bin" if step == self._told else f"{self._rank}.bin"
 
 
 class BatchServer(Protocol):
@@ -181,7 +195,7 @@ class FileServer:
     async def _reply(self, path: Path, answer: Answer) -> None:
         request = _read(path, BatchRequest)
         batch = await answer(request)
-        await asyncio.to_thread(_write, path.with_name(f"rank_{request.rank}.bin"), batch)
+        await asyncio.to_thread(_write, path.with_name(path.name.replace("request_", "rank_")), batch)
         for step in list_fresh(self._root):
             if int(step.removeprefix("step_")) <= request.checkpointed:
                 shutil.rmtree(self._root / step, ignore_errors=True)

@@ -249,7 +249,8 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     `sample_ids` are those of the whole batch, in order; `journal_offset` is where a resume after this step begins.
     `lr` is the peak learning rate from this step on, where it was changed while the run worked.
     `images` holds the encoded images of the micro-batches, by digest.
-    An empty `micro_batches` with `last` tells the trainer to stop.
+    An empty `micro_batches` with `last` tells the trainer to stop, one with `write_weights` to write the newest version
+    whole, since engines have no other way to it, and to ask again.
     """
 
     step: int
@@ -260,6 +261,7 @@ class RankBatch(msgspec.Struct, kw_only=True, tag=True):
     last: bool = False
     lr: float | None = None
     images: dict[str, bytes] = {}
+    write_weights: bool = False
 
 
 class StepReport(msgspec.Struct, kw_only=True):
@@ -272,7 +274,8 @@ class StepReport(msgspec.Struct, kw_only=True):
 class BatchRequest(msgspec.Struct, kw_only=True, tag=True):
     """Rank `rank` of `world` data-parallel ranks asks for batch `step`; the request may be repeated at will.
 
-    `checkpointed` is the newest complete checkpoint's step: batches up to it need not be kept any more.
+    `checkpointed` is the newest complete checkpoint's step: batches up to it need not be kept any more. The rank has
+    `written` the version before `step` whole, as it was told to.
     """
 
     rank: int
@@ -280,6 +283,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, tag=True):
     step: int
     checkpointed: int
     report: StepReport | None = None
+    written: bool = False
 
 
 Message = WorkerHello | RunRollout | CancelRollout | RolloutDone | BatchRequest | RankBatch

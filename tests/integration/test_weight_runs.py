@@ -29,3 +29,24 @@ def test_a_run_goes_on_when_an_engine_dies_in_an_update(tmp_path: Path, tiny_mod
     assert [m.version for m in manifests] == [f"0.{step}" for step in range(STEPS + 1)]
     assert manifests[0].whole and not all(m.whole for m in manifests)
     assert all(m.streamed or m.whole for m in manifests) if transport == "nccl" else all(m.delta for m in manifests[1:])
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("zmq", 2), ("files", 1)])
+def test_the_trainer_writes_what_was_streamed_when_its_only_holder_dies(
+    tmp_path: Path, tiny_model: Path, transport: str, ranks: int
+) -> None:
+    """The engine dies while it samples the next batch, without which the trainer publishes nothing more."""
+    faults = [Fault(process="inference-0", point="sampling.during", action="SIGKILL", count=900)]
+    run = ForkedRun(tmp_path, tiny_model, "lost", f"max_steps={STEPS}",
+                   "update.transport=nccl", "update.keep_versions=20",
+                   f"orchestrator.transport={transport}", f"trainer.ranks={ranks}", "orchestrator.max_staleness=0",
+                   "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}",
+                   "recovery.backoff_s=0.2", faults=faults)  # fmt: skip
+    code, text = run.wait()
+    assert code == 0, text
+    assert run.reported == list(range(1, STEPS + 1))
+    assert {event["unit"] for event in run.events if event["kind"] == "exit"} == {"inference-0"}
+    versions = published_versions(run.root / "weights")
+    whole = [v.step for v in versions if read_manifest(run.root / "weights" / f"v{v}").whole]
+    assert whole[0] == 0 and whole[-1] == STEPS and len(whole) == 3
+    assert f"inference-0 has caught up with v0.{whole[1]}" in run.log("orchestrator-0")

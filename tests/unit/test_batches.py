@@ -147,8 +147,30 @@ def test_filtered_rollouts_count_in_the_baseline_and_do_not_train() -> None:
     assert batch.dropped == {"truncated": 2, "difficulty": 4}
 
 
-def ask(shelf: BatchShelf, step: int, *, checkpointed: int = 0, world: int = 1):
-    return shelf.answer(BatchRequest(rank=0, world=world, step=step, checkpointed=checkpointed))
+def ask(shelf: BatchShelf, step: int, *, checkpointed: int = 0, world: int = 1, written: bool = False):
+    return shelf.answer(BatchRequest(rank=0, world=world, step=step, checkpointed=checkpointed, written=written))
+
+
+def test_all_ranks_are_told_to_write_weights_before_any_gets_the_batch(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        config = RunConfig()
+        config.max_steps, config.model.path = 3, str(tiny_model)
+        shelf = BatchShelf(config)
+        waiting = asyncio.create_task(ask(shelf, 2))
+        await asyncio.sleep(0)
+        await shelf.ask_for_weights(PolicyVersion(0, 1))
+        assert (await waiting).write_weights
+        await shelf.put(make([group("a", [1.0, 0.0])], step=2))
+        assert (await ask(shelf, 2)).write_weights, "a rank that asks late, too"
+        assert (await ask(shelf, 2, written=True)).micro_batches
+        await shelf.ask_for_weights(PolicyVersion(0, 1))
+        await shelf.put(make([group("b", [1.0, 0.0])], step=3))
+        await shelf.ask_for_weights(PolicyVersion(0, 2))
+        assert (await ask(shelf, 3)).micro_batches, "not where a rank may have the batch already"
+        await shelf.ask_for_weights(PolicyVersion(0, 3))
+        assert (await ask(shelf, 4)).last, "nor after the last step"
+
+    asyncio.run(scenario())
 
 
 def test_a_batch_is_kept_until_a_checkpoint_covers_it(tiny_model: Path) -> None:

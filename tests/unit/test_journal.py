@@ -46,7 +46,7 @@ def written(path: Path) -> tuple[Journal, int]:
     journal = Journal.start(path)
     for record in (opened("a", 0), opened("b", 1), finished("a", "a-0"), finished("b", "b-0")):
         journal.append(record)
-    journal.append(BatchCut(step=1, lineage=0, group_ids=["a"], sample_ids=["a-0/0"]), durable=True)
+    journal.append(BatchCut(step=1, lineage=0, group_ids=["a"], sample_ids=["a-0/0"]))
     return journal, journal.offset
 
 
@@ -130,7 +130,7 @@ def test_a_foreign_file_is_no_journal(tmp_path: Path) -> None:
 def test_going_on_keeps_what_lies_behind_the_offset_and_batches_without_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal, offset = written(path)
-    journal.append(BatchCut(step=2, lineage=0, group_ids=["b"], sample_ids=["b-0/0"]), durable=True)
+    journal.append(BatchCut(step=2, lineage=0, group_ids=["b"], sample_ids=["b-0/0"]))
     second = journal.offset
     journal.append(opened("c", 2))
     journal.close()
@@ -172,7 +172,7 @@ def test_an_attempt_goes_back_once_and_its_restarts_go_on(tmp_path: Path) -> Non
     first = open_as(tmp_path, 1, 0, None, rewind=False)
     for record in (opened("a", 0), finished("a", "a-0")):
         first.append(record)
-    first.append(BatchCut(step=1, lineage=0, group_ids=["a"], sample_ids=["a-0/0"]), durable=True)
+    first.append(BatchCut(step=1, lineage=0, group_ids=["a"], sample_ids=["a-0/0"]))
     checkpoint = SimpleNamespace(step=1, journal_offset=first.offset)
     first.append(opened("b", 1))
     first.close()
@@ -193,7 +193,7 @@ def cut(journal: Journal, step: int) -> int:
     journal.append(finished(f"g{step}", f"g{step}-0"))
     memory = Memory(credit={"words": {"white": step / 2}}, tasks={"mixture": {"words": -step}})
     batch = BatchCut(step=step, lineage=0, group_ids=[f"g{step}"], sample_ids=[f"g{step}-0/0"], memory=memory)
-    journal.append(batch, durable=True)
+    journal.append(batch)
     return journal.offset
 
 

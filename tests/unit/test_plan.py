@@ -73,13 +73,12 @@ def test_sft_has_trainer_ranks_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("transport", "gpus", "expected"),
     [
-        ("nccl", 1, "ipc or filesystem, since NCCL cannot connect two processes on one GPU"),
+        ("nccl", 1, "ipc or filesystem, since NCCL does not connect two processes on one GPU"),
         ("ipc", 2, "nccl or filesystem, since not every engine has one GPU, which a trainer rank shares"),
         ("ipc", 0, "nccl or filesystem, since not every engine has one GPU, which a trainer rank shares"),
         ("nccl", 2, None),
         ("nccl", 0, None),
         ("ipc", 1, None),
-        ("auto", 1, None),
     ],
 )
 def test_weights_travel_only_where_they_can(tmp_path: Path, transport: str, gpus: int, expected: str | None) -> None:
@@ -99,12 +98,25 @@ def test_nccl_needs_gpus_on_both_sides(tmp_path: Path) -> None:
         build_plan(made, tmp_path, Attempt(), gpus=1)
 
 
-@pytest.mark.parametrize(("transport", "said"), [("auto", "filesystem (auto)"), ("delta", "delta")])
-def test_the_plan_says_how_weights_travel(tmp_path: Path, transport: str, said: str) -> None:
-    made = config()
-    made.update.transport = transport
+@pytest.mark.parametrize(
+    ("gpus", "device", "adapters", "said"),
+    [
+        (0, "auto", False, "filesystem"),
+        (1, "auto", False, "ipc"),
+        (2, "auto", False, "nccl"),
+        (2, "auto", True, "filesystem"),
+        (2, "cpu", False, "filesystem"),
+    ],
+)
+def test_weights_travel_from_memory_to_memory_between_gpus(
+    tmp_path: Path, gpus: int, device: str, adapters: bool, said: str
+) -> None:
+    """And the plan says so."""
+    made = config(device=device)
+    if adapters:
+        made.lora.rank, made.lora.serve = 8, "adapter"
     console = Console(width=400, record=True)
-    console.print(render(build_plan(made, tmp_path, Attempt(), gpus=0)))
+    console.print(render(build_plan(made, tmp_path, Attempt(), gpus=gpus)))
     assert f"; weights by {said}\n" in console.export_text().replace(" \n", "\n")
 
 
