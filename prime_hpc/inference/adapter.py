@@ -94,8 +94,8 @@ class VllmEngine:
             scores = output.prompt_logprobs
         return [entry[token].logprob for token, entry in zip(token_ids[1:], scores[1:], strict=True)]
 
-    async def pause(self, *, recompute: bool) -> None:
-        """Stop the scheduler and keep its requests.
+    async def pause(self, *, recompute: bool) -> dict[str, int]:
+        """Stop the scheduler and keep its requests, none of whose tokens leave `generate` before the last.
 
         `recompute` preempts the running requests, so that resuming them prefills prompt and reply anew, and drops the
         prefix cache. vLLM reports an idle scheduler on the channel that carries outputs, hence after all of them; then
@@ -107,6 +107,8 @@ class VllmEngine:
                 raise InferenceFailure("the engine died while it was paused; see its log")
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)  # requests woken by the last output run before this task
+        states = self._client.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
 
     async def resume(self) -> None:
         await self._client.resume_generation()
@@ -164,16 +166,18 @@ def _no_decisions(client: EngineClient, state: Any, *_: Any) -> None:
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """vLLM's parameters for one streamed completion with the log-probability of each sampled token.
+    """vLLM's parameters for one completion, told as a whole, with the log-probability of each sampled token.
 
-    Without `max_tokens` a reply may fill the context.
+    Without `max_tokens` a reply may fill the context. An output for each token would take a third of the time that this
+    process has for it, and flat lists spare the garbage collector two objects a token.
 
     Raises:
         ValueError, Refusal: a parameter is unknown or out of range.
     """
     if given.get("n", 1) != 1:
         raise ValueError("n must be 1: ask once for every completion")
-    fixed = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "detokenize": bool(given.get("stop"))}
+    fixed = {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY,
+             "detokenize": bool(given.get("stop"))}  # fmt: skip
     try:
         return SamplingParams(**{"max_tokens": None, **given, **fixed})
     except TypeError as error:
@@ -181,10 +185,9 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def to_piece(output: CompletionOutput) -> Piece:
-    """One delta of vLLM; it holds several tokens where the consumer was late."""
-    token_ids = list(output.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)]
-    return Piece(token_ids, logprobs, output.finish_reason, weight_versions(output), output.routed_experts)
+    """A whole reply of vLLM. Of each position its log-probabilities hold the sampled token alone."""
+    logprobs = output.logprobs.logprobs if output.logprobs else []
+    return Piece(list(output.token_ids), logprobs, output.finish_reason, weight_versions(output), output.routed_experts)
 
 
 def weight_versions(output: CompletionOutput) -> list[Span] | None:

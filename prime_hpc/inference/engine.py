@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -64,7 +64,7 @@ class TokenEngine(Protocol):
     def failed(self) -> bool: ...
 
     def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
-        """Tokens as they are sampled; leaving the iterator early aborts the request.
+        """Tokens as they are sampled, or later and several at once; leaving the iterator early aborts the request.
 
         Raises:
             ValueError: the request cannot be served.
@@ -72,8 +72,11 @@ class TokenEngine(Protocol):
         """
         ...
 
-    async def pause(self, *, recompute: bool) -> None:
-        """Stop sampling and keep the requests. On return every token sampled so far has left `generate`."""
+    async def pause(self, *, recompute: bool) -> dict[str, int]:
+        """Stop sampling and keep the requests.
+
+        Returns how many tokens each request has, by its id, if some of them have not left `generate`.
+        """
         ...
 
     async def resume(self) -> None: ...
@@ -114,7 +117,8 @@ class PolicyEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._update = asyncio.Lock()
-        self._running = self._sampling = 0
+        self._running = 0
+        self._trackers: dict[str, SpanTracker] = {}
         self._prepared: tuple[LoadRequest, Path] | None = None
         self._broken: InferenceFailure | None = None
 
@@ -139,24 +143,32 @@ class PolicyEngine:
         self._running += 1
         try:
             await self._open.wait()
-            completion = await self._count(self._sample(request, uuid.uuid4().hex))
+            completion = await self._tracked(request, uuid.uuid4().hex)
         finally:
             self._running -= 1
         self.stamps.add(session, Stamp(request_id=completion.request_id, tokens=len(completion.token_ids),
                                        crc=checksum(completion.token_ids), spans=completion.spans))  # fmt: skip
         return completion
 
-    async def _sample(self, request: GenerateRequest, request_id: str) -> Completion:
-        tracker, token_ids, logprobs, last = SpanTracker(), [], [], Piece([], [], None, None)
+    async def _tracked(self, request: GenerateRequest, request_id: str) -> Completion:
+        tracker = self._trackers[request_id] = SpanTracker()
+        try:
+            return await self._sample(request, request_id, tracker)
+        finally:
+            del self._trackers[request_id]
+
+    async def _sample(self, request: GenerateRequest, request_id: str, tracker: SpanTracker) -> Completion:
+        token_ids, logprobs, last = [], [], Piece([], [], None, None)
         # no version reuses the KV blocks of another, nor a run those of another run that lie on a disk of both
         salt = f"{self._acks}:{self._version}:{request.cache_salt or ''}"
         self._reach("sampling.before")
-        # nothing else may be awaited in this loop: `TokenEngine.pause` promises that tokens have been stamped
+        # nothing else may be awaited in this loop: tokens that have left `generate` when a pause begins are of the
+        # version that was in force till then
         async for piece in self._engine.generate(request, request_id, salt):
-            tracker.add(len(piece.token_ids), self._version)
-            self._reach("sampling.during")
             token_ids += piece.token_ids
             logprobs += piece.logprobs
+            tracker.reach(len(token_ids), self._version)
+            self._reach("sampling.during")
             last = piece
         self._reach("sampling.after")
         if last.finish_reason in UNFINISHED:
@@ -166,13 +178,6 @@ class PolicyEngine:
                           finish_reason=last.finish_reason, spans=tracker.spans, weight_versions=last.weight_versions,
                           routed_experts=last.routed_experts, prompt=last.prompt,
                           routed_from=request.sampling_params.get(ROUTED_FROM, 0))  # fmt: skip
-
-    async def _count(self, sampling: Awaitable[Completion]) -> Completion:
-        self._sampling += 1
-        try:
-            return await sampling
-        finally:
-            self._sampling -= 1
 
     async def pause(self, request: PauseRequest) -> EngineState:
         """Stop sampling. Requests stay; with `recompute` their KV cache does not."""
@@ -238,9 +243,11 @@ class PolicyEngine:
         self._paused = True
         self._open.clear()
         deadline = time.monotonic() + request.drain_s
-        while request.kv == "drain" and self._sampling and time.monotonic() < deadline:
+        while request.kv == "drain" and self._trackers and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        await self._engine.pause(recompute=request.kv != "keep")
+        sampled = await self._engine.pause(recompute=request.kv != "keep")
+        for request_id, tracker in self._trackers.items():
+            tracker.reach(sampled.get(request_id, 0), self._version)
 
     async def _resume(self) -> None:
         if self.failure or self._broken:

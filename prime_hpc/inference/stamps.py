@@ -12,15 +12,15 @@ class SpanTracker:
         self.spans: list[Span] = []
         self.tokens = 0
 
-    def add(self, count: int, version: str) -> None:
-        """`count` more tokens were sampled under `version`."""
-        if not count:
+    def reach(self, tokens: int, version: str) -> None:
+        """The first `tokens` are sampled; those of them that were not before, under `version`."""
+        if tokens <= self.tokens:
             return
-        begin, end = self.tokens, self.tokens + count
+        begin = self.tokens
         if self.spans and self.spans[-1][0] == version:
             begin = self.spans.pop()[1]
-        self.spans.append((version, begin, end))
-        self.tokens = end
+        self.spans.append((version, begin, tokens))
+        self.tokens = tokens
 
 
 class StampLog:

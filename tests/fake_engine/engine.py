@@ -97,8 +97,9 @@ class FakeEngine:
             raise InferenceFailure("a fault that was asked for")
         return [(token, -(1 + (token + place) % 8) / 8) for place, token in enumerate(prompt)]
 
-    async def pause(self, *, recompute: bool) -> None:
+    async def pause(self, *, recompute: bool) -> dict[str, int]:
         self._running.clear()
+        return {}
 
     async def resume(self) -> None:
         self._running.set()

@@ -4,7 +4,7 @@ import asyncio
 import binascii
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import InferenceFailure
-from prime_hpc.inference.engine import PolicyEngine
-from prime_hpc.inference.protocol import LoadRequest
+from prime_hpc.inference.engine import Piece, PolicyEngine
+from prime_hpc.inference.protocol import Completion, GenerateRequest, LoadRequest, PauseRequest
 from prime_hpc.inference.receive import required_shapes
 from prime_hpc.inference.stamps import SpanTracker, StampLog
 from prime_hpc.models.tiny import SPECIAL_TOKENS, make_char_tokenizer
@@ -230,8 +230,8 @@ def _ignore_errors(process: EngineProcess) -> None:
 
 def test_spans_merge_and_split() -> None:
     tracker = SpanTracker()
-    for count, version in [(0, "0.0"), (2, "0.0"), (1, "0.0"), (0, "0.1"), (4, "0.2")]:
-        tracker.add(count, version)
+    for tokens, version in [(0, "0.0"), (2, "0.0"), (3, "0.0"), (3, "0.1"), (0, "0.1"), (7, "0.2")]:
+        tracker.reach(tokens, version)
     assert tracker.spans == [("0.0", 0, 3), ("0.2", 3, 7)]
 
 
@@ -268,6 +268,54 @@ def test_an_engine_that_loaded_in_part_never_resumes(tmp_path: Path) -> None:
     policy = asyncio.run(update())
     assert policy.failure is not None
     assert (policy.state().version, policy.state().paused) == ("0.0", True)
+
+
+class WholeReplies(FakeEngine):
+    """An engine that hands over no token before the last."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.sampled: dict[str, int] = {}
+
+    async def generate(self, request: GenerateRequest, request_id: str, salt: str) -> AsyncIterator[Piece]:
+        pieces = []
+        async for piece in super().generate(request, request_id, salt):
+            pieces.append(piece)
+            self.sampled[request_id] = len(pieces)
+        del self.sampled[request_id]
+        yield pieces[-1]._replace(token_ids=[token for piece in pieces for token in piece.token_ids],
+                                  logprobs=[logprob for piece in pieces for logprob in piece.logprobs])  # fmt: skip
+
+    async def pause(self, *, recompute: bool) -> dict[str, int]:
+        await super().pause(recompute=recompute)
+        return dict(self.sampled)
+
+
+def test_tokens_that_are_held_back_are_stamped_when_the_version_changes(tmp_path: Path) -> None:
+    make_char_tokenizer(tmp_path / "model")
+    request = GenerateRequest(token_ids=[USER, *letters("abcdefghijklmnopqrst"), ASSISTANT])
+
+    async def update() -> tuple[int, Completion, Completion]:
+        engine = WholeReplies(Policy(tmp_path / "model", FakeOptions()), FakeOptions(token_s=0.005), max_model_len=64,
+                              seed=0)  # fmt: skip
+        policy = PolicyEngine(engine, version=PolicyVersion(0, 0), model="policy", process="inference-0",
+                              acks=tmp_path / "acks", stamps=StampLog(1))  # fmt: skip
+        reply = asyncio.ensure_future(policy.generate(request, "session"))
+        while engine.sampled.get(next(iter(engine.sampled), ""), 0) < 3:
+            await asyncio.sleep(0.001)
+        await policy.pause(PauseRequest())
+        (cut,) = engine.sampled.values()
+        for step in (1, 2):
+            directory = make_weights(tmp_path / f"weights{step}", PolicyVersion(0, step))
+            await policy.load(LoadRequest(version=f"0.{step}", path=str(directory)))
+        late = asyncio.ensure_future(policy.generate(request, "session"))
+        await policy.resume()
+        return cut, await reply, await late
+
+    cut, reply, late = asyncio.run(update())
+    assert len(reply.token_ids) == len(late.token_ids) == 21
+    assert reply.spans == [("0.0", 0, cut), ("0.2", cut, 21)]
+    assert late.spans == [("0.2", 0, 21)]
 
 
 def test_required_tensors_leave_out_what_is_never_published(tmp_path: Path) -> None:
