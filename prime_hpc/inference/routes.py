@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prime_hpc.errors import PrimeHPCError
@@ -36,7 +35,7 @@ class BearerToken:
             await self._app(scope, receive, send)
 
 
-def application(policy: PolicyEngine, server: Starlette, token: str) -> Starlette:
+def application(policy: PolicyEngine, server: Starlette, token: str) -> ASGIApp:
     """The engine's ASGI application; what is not a route here goes to `server`, vLLM's own."""
 
     async def generate(request: Request) -> Any:
@@ -78,11 +77,9 @@ def application(policy: PolicyEngine, server: Starlette, token: str) -> Starlett
     routes = [Route(path, answering(handler), methods=["POST"]) for path, handler in handlers.items()]
     reading = {protocol.STAMPS: stamps, protocol.STATE: state, protocol.CHECKSUMS: checksums}
     routes += [Route(path, answering(handler)) for path, handler in reading.items()]
-    return Starlette(
-        routes=[*routes, Mount("/", server)],
-        middleware=[Middleware(BearerToken, token=token)],
-        lifespan=lambda _: server.router.lifespan_context(server),
-    )
+    # a router and no application around it, whose layers would each see every piece of a streamed answer once more
+    router = Router([*routes, Mount("/", server)], lifespan=lambda _: server.router.lifespan_context(server))
+    return BearerToken(router, token)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
