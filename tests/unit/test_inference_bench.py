@@ -1,14 +1,20 @@
 """The bench of engines: its figures, its prompts, its table, and what it refuses."""
 
+import asyncio
 import itertools
+import os
+import time
+from argparse import Namespace
 
 import pytest
+from aiohttp import web
 
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
 from prime_hpc.orchestrator.bench import table
 from prime_hpc.orchestrator.offer import Level, Shape, Timing, percentiles, prompts
 from tools.bench_inference import ratios
+from tools.bench_server_cost import cost_us, servers
 
 
 def test_figures_of_a_level() -> None:
@@ -40,6 +46,32 @@ def test_the_table_has_a_line_for_each_level_and_gaps_where_nothing_was_told() -
 def test_servers_are_compared_where_both_were_measured() -> None:
     levels = [{"concurrency": n, "tokens_per_s": 30.0} for n in (1, 8)]
     assert ratios(levels, [{"concurrency": 8, "tokens_per_s": 20.0}]) == ["8 at once: 1.500 x"]
+
+
+def test_the_cost_of_a_token_is_the_cpu_time_of_the_process_that_answers() -> None:
+    work_s, tokens = 0.05, 4
+
+    async def answer(_: web.Request) -> web.Response:
+        end = time.process_time() + work_s
+        while time.process_time() < end:
+            pass
+        return web.json_response({"choices": [{"token_ids": [1] * tokens}]})
+
+    async def ask() -> tuple[int, float]:
+        app = web.Application()
+        app.add_routes([web.post("/inference/v1/generate", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        [server] = servers(Namespace(server=[("this", url)], model="policy", key_variable=None))
+        cost = await cost_us(server, Shape(4, tokens, 10, route="generate"), seed=0, concurrency=2, requests=4)
+        await runner.cleanup()
+        return server.process.pid, cost
+
+    pid, cost = asyncio.run(ask())
+    assert pid == os.getpid()
+    assert cost >= 0.8e6 * work_s / tokens, "the kernel counts in steps of a hundredth of a second"
 
 
 def test_prompts_that_do_not_fit_are_refused() -> None:
