@@ -3,7 +3,7 @@ fast. One JSON object on rank 0's output: `torchrun --nproc-per-node 2 -m tools.
 
 On GPUs the ranks compute in bfloat16. An error is the distance of all gradients from those of one rank in float32, as
 a share of their norm; that of a layout may be at most `SLACK` times that of one rank. On CPUs, all is in float32.
-Names of layouts as arguments leave the others out.
+Names of layouts as arguments leave the others out. `ep deepep` is among them where DeepEP is installed.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def layouts(ranks: int, names: list[str]) -> list[Layout]:
         Layout("one sparse", "qwen3_moe", None),
         Layout("fsdp sparse", "qwen3_moe", {}),
         Layout("ep", "qwen3_moe", {"ep": ranks}),
+        *([Layout("ep deepep", "qwen3_moe", {"ep": ranks, "ep_dispatch": "deepep"})] if find_spec("deep_ep") else []),
     ]
     if unknown := {*names} - {layout.name for layout in every}:
         sys.exit(f"no layouts: {', '.join(sorted(unknown))}; known are {', '.join(layout.name for layout in every)}")

@@ -306,6 +306,8 @@ def _replay(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _fp8(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.trainer.fp8_experts and not config.trainer.fp8:
+        yield ConfigProblem("trainer.fp8_experts", True, "false, or trainer.fp8=true beside it")
     if not config.trainer.fp8:
         return
     if config.trainer.dtype != "bfloat16":

@@ -132,7 +132,9 @@ class TrainerConfig:
     meanwhile: 6 bytes a parameter."""
     fp8: bool = False
     """FP8 products in the linear layers of the blocks (torchao, rows scaled each by itself), which need a GPU of
-    compute capability 8.9 or newer; on Hopper in the experts too."""
+    compute capability 8.9 or newer."""
+    fp8_experts: bool = False
+    """With `fp8` in the experts too, on Hopper: slower than bfloat16 for the sizes that were measured."""
     compile: bool = False
     """torch.compile each block."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0

@@ -143,6 +143,7 @@ def _facts(config: RunConfig, policy: PolicyModel, world: World) -> dict[str, An
         "dtype": trainer.dtype,
         "compile": trainer.compile,
         "fp8": trainer.fp8,
+        "fp8_experts": trainer.fp8_experts,
         "activation_checkpointing": trainer.activation_checkpointing,
         "activation_offload": trainer.activation_offload,
         "optimizer_offload": trainer.optimizer_offload,

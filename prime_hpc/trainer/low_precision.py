@@ -20,25 +20,28 @@ class ScaledExperts(Experts):
         return compute_padded(super().forward, rows, counts)
 
 
-def use_fp8(blocks: nn.ModuleList, device: torch.device) -> None:
-    """Turn the linear layers of `blocks` into FP8 ones, and the products of their experts where the GPU is a Hopper:
-    rows of activations, weights and gradients have a scale each. Gradients of weights are computed in bfloat16 (as
-    `rowwise_with_gw_hp` of torchao does), since scaling along the tokens costs more than the product gains. Masters
-    stay as they are, and so do head, embedding, norms and routers.
+def use_fp8(blocks: nn.ModuleList, device: torch.device, *, experts: bool) -> None:
+    """Turn the linear layers of `blocks` into FP8 ones, and products of their `experts`: rows of activations, weights
+    and gradients have a scale each. Gradients of weights are computed in bfloat16 (as `rowwise_with_gw_hp` of torchao
+    does), since scaling along the tokens costs more than the product gains. Masters stay as they are, and so do head,
+    embedding, norms and routers.
 
     Raises:
-        ConfigurationError: torchao is not installed, or the device has no FP8.
+        ConfigurationError: torchao is not installed, or the device has no FP8 or, for experts, is no Hopper.
     """
     if importlib.util.find_spec("torchao") is None:
-        _refuse("torchao beside torch (pip install torchao)")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        _refuse("a GPU of compute capability 8.9 or newer")
+        _refuse("fp8", "torchao beside torch (pip install torchao)")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < (8, 9):
+        _refuse("fp8", "a GPU of compute capability 8.9 or newer")
+    if experts and capability != (9, 0):
+        _refuse("fp8_experts", "a Hopper GPU (compute capability 9.0)")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
     for block in blocks:
         convert_to_float8_training(block, config=recipe, module_filter_fn=_fits)
-    if torch.cuda.get_device_capability(device) == (9, 0):
+    if experts:
         use_fp8_in_experts(blocks)
 
 
@@ -49,8 +52,8 @@ def use_fp8_in_experts(blocks: nn.ModuleList) -> None:
             experts.__class__ = ScaledExperts
 
 
-def _refuse(expected: str) -> NoReturn:
-    raise ConfigurationError([ConfigProblem("trainer.fp8", True, f"false, or {expected}")])
+def _refuse(key: str, expected: str) -> NoReturn:
+    raise ConfigurationError([ConfigProblem(f"trainer.{key}", True, f"false, or {expected}")])
 
 
 def _fits(module: nn.Module, name: str) -> bool:

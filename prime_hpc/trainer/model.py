@@ -270,7 +270,7 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     trainer = config.trainer
     policy = build_on_meta(config, world.device).eval()
     if trainer.fp8:
-        use_fp8(policy.blocks, world.device)
+        use_fp8(policy.blocks, world.device, experts=trainer.fp8_experts)
     policy.context = ContextParallel(world.mesh.cp, trainer.parallel.cp_style)
     divide_blocks(policy.blocks, world.mesh, trainer.parallel.ep_dispatch)
     _prepare_blocks(policy, trainer, world)

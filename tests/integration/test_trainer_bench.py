@@ -31,3 +31,11 @@ def test_mistakes_are_reported_together(tmp_path):
     assert done.returncode == 2
     for problem in ("model.shape", "trainer.sft.data", "trainer.fp8"):
         assert f"{problem} = " in done.stderr
+
+
+def test_a_rank_says_what_it_lacks_without_a_traceback(tmp_path):
+    done = launch(tmp_path, "max_steps=2", "trainer.bench.warmup=1", "seq_len=16", "trainer.micro_batch_tokens=32",
+                  "trainer.fp8=true", "trainer.dtype=bfloat16", *(f"model.shape.{item}" for item in SMALL))  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "trainer.fp8 = True: expected false, or" in said and "Traceback" not in said

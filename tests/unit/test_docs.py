@@ -61,4 +61,6 @@ def is_known(argument: str) -> bool:
     *section, leaf = key.split(".")
     if section == ["hydra", "launcher"]:
         return leaf in SweepConfig.__dataclass_fields__
-    return leaf in known_keys(tuple(section))
+    if section == ["inference", "vllm"]:
+        return True  # free-form: vLLM's own arguments
+    return leaf in known_keys(tuple(int(part) if part.isdigit() else part for part in section))
