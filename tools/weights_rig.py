@@ -111,6 +111,8 @@ class Rig:
             await asyncio.sleep(0.005)
         async with asyncio.timeout(2 * self.roles["orchestrator-0"].config.update.timeout_s):
             times = await fleet.update(version, directory)
+            while not fleet.serves:
+                await asyncio.sleep(0.005)
         await publishing
         return times
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -33,22 +33,22 @@ def open_view(plan: RunPlan, live: bool) -> Iterator[View]:
 
 
 class PlainView:
-    """One line for every change of a state and every new step."""
+    """One line for every change of a state, every new step and every evaluation."""
 
     def __init__(self, console: Console):
         self._console = console
         self._states: dict[str, str] = {}
-        self._step = None
+        self._reached: tuple[Any, Any] = (None, None)
 
     def show(self, snapshot: Snapshot) -> None:
         for name, state in snapshot.states.items():
             if self._states.get(name, "waiting") != state:
                 self.say(f"{name}: {state}")
         self._states = snapshot.states
-        step = snapshot.progress.get("step")
-        if step is not None and step != self._step:
-            self._step = step
+        reached = snapshot.progress.get("step"), snapshot.progress.get("evaluated")
+        if reached != self._reached and reached != (None, None):
             self.say(progress_line(snapshot))
+        self._reached = reached
 
     def say(self, text: str) -> None:
         self._console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False, soft_wrap=True)

@@ -105,10 +105,15 @@ class Fleet:
         await fleet._attachment.claim(fleet.engines)
         return fleet
 
+    @property
+    def serves(self) -> bool:
+        """Whether any engine does."""
+        return any(engine.serving for engine in self.engines)
+
     async def pick(self) -> Engine:
         """The serving engine with the least rollouts, as soon as there is one."""
         async with self._changed:
-            await self._changed.wait_for(lambda: any(e.serving for e in self.engines))
+            await self._changed.wait_for(lambda: self.serves)
         return choose([e for e in self.engines if e.serving])
 
     def suspect(self, engine: Engine) -> None:
@@ -118,7 +123,7 @@ class Fleet:
     async def update(self, version: PolicyVersion, directory: Path) -> UpdateTimes:
         """Put `version` in force on every serving engine; requests in flight are kept.
 
-        Returns once at least one engine serves; an engine that fails meanwhile is left behind.
+        Returns once each has it or, having failed, is left behind; that may be all of them.
 
         Raises:
             CorruptData: no engine took the weights since they do not match their manifest; the old version serves.
@@ -133,8 +138,6 @@ class Fleet:
         corrupt = [o for o in outcomes if isinstance(o, CorruptData)]
         if corrupt and not times:
             raise corrupt[0]
-        async with self._changed:
-            await self._changed.wait_for(lambda: any(e.serving for e in self.engines))
         return _slowest(times)
 
     async def watch(self) -> None:
@@ -180,7 +183,7 @@ class Fleet:
         if target.manifest.in_files:
             if isinstance(await self._try(engine, target), UpdateTimes):
                 self._role.log.info("%s has caught up with v%s", engine.name, target.version)
-        elif self._ask_whole and not target.manifest.stream and not any(e.serving for e in self.engines):
+        elif self._ask_whole and not target.manifest.stream and not self.serves:
             await self._ask_whole(target.version)
 
     async def _probe(self, engine: Engine) -> dict[str, Any] | None:

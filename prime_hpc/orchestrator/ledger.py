@@ -1,6 +1,7 @@
 """What the orchestrator writes down: metrics, rollout records, progress, idle shares, the summary and the curve."""
 
 import asyncio
+import re
 import sys
 import time
 from collections import defaultdict
@@ -87,7 +88,11 @@ class Ledger:
         self._rows[step].update(metrics)
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
+        """Write down an evaluation, and show the reward of each source at once, since after the last nobody looks."""
         self._monitor.log(step, metrics)
+        rewards = {source: metrics[key] for key in metrics for source in re.findall("^eval/([^/]+)/reward$", key)}
+        self._progress.update(evaluated=step, **{f"eval_{source}": reward for source, reward in rewards.items()})
+        self._role.rendezvous.publish("sampling", progress=self._progress)
 
     async def answer(self, shelf: BatchShelf, request: BatchRequest) -> RankBatch:
         """The shelf's answer, after the report that came with the question was taken down."""

@@ -62,12 +62,16 @@ class Orchestrator:
             background = [tasks.create_task(self.pool.serve())]
             await self._connect()
             await self._ship_again(self.journal.state.batches.values())
+            # before the first version, as engines may need the trainer to write it
             background += [
                 tasks.create_task(self.fleet.watch()),
+                tasks.create_task(self.server.serve(self._answer)),
+            ]
+            await self._prepare()
+            background += [
                 tasks.create_task(self.frozen.watch()),
                 tasks.create_task(self.live.follow()),
                 tasks.create_task(self.load.follow()),
-                tasks.create_task(self.server.serve(self._answer)),
                 tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
                 tasks.create_task(self.scheduler.run()),
                 tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions, self.runner)),
@@ -89,6 +93,9 @@ class Orchestrator:
         self.frozen = await FrozenModels.connect(self.role)
         shipped = max(self.start_step, self.journal.state.step)
         self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
+
+    async def _prepare(self) -> None:
+        """Have engines and environments ready, and all that draws from them."""
         if self.trains:
             await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}

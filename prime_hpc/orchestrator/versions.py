@@ -40,7 +40,8 @@ class Versions:
             async with asyncio.timeout(timeout_s):
                 while self.published not in published_versions(self._weights):
                     await asyncio.sleep(POLL_S)
-        await self._serve(self.published)
+        while await self._serve(self.published) is None:
+            self.published = self._newest() or self.published
 
     async def follow(self, on_published: Callable[[], Awaitable[None]], on_update: OnUpdate) -> None:
         """Load every newer version as it appears, the newest only, until cancelled.
@@ -65,8 +66,9 @@ class Versions:
             control.ask(self._role.paths.control, "restart", f"CorruptData: {error}", unit="trainer",
                         by=self._role.process.name)  # fmt: skip
             return
-        await on_update(version, times)
-        await self.notify()
+        if times:
+            await on_update(version, times)
+            await self.notify()
 
     def _newest(self) -> PolicyVersion | None:
         """The newest version of the newest lineage."""
@@ -85,9 +87,14 @@ class Versions:
         async with self.changed:
             await self.changed.wait_for(condition)
 
-    async def _serve(self, version: PolicyVersion) -> UpdateTimes:
+    async def _serve(self, version: PolicyVersion) -> UpdateTimes | None:
+        """Return once an engine serves `version`, and None where none does and there is a newer one to try."""
         self._role.reach("update.before")
         times = await self._fleet.update(version, self._role.paths.weights_version(str(version)))
+        while not self._fleet.serves:
+            if (self._newest() or version) > version:
+                return None
+            await asyncio.sleep(POLL_S)
         self.served = version
         self._role.reach("update.after")
         self._role.log.info("engines serve v%s (load %.2f s, pause %.2f s)", version, times.load_s, times.pause_s)

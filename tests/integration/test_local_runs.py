@@ -71,6 +71,7 @@ def test_evaluations_come_when_due_and_at_the_end(finished: tuple[LocalRun, Loca
     evaluated = {r["step"]: r for r in finished[0].metrics if "eval/held_out/reward" in r}
     assert set(evaluated) == {2, 4}
     assert evaluated[4]["eval/held_out/version"] == 4
+    assert f"evaluated 4 | eval held out {evaluated[4]['eval/held_out/reward']:.4g}" in finished[0].text
 
 
 def test_the_end_comes_after_the_last_save_and_evaluation_and_everybody_leaves_alone(

@@ -1,5 +1,7 @@
 """Whole runs on the fake engine whose weights travel otherwise than by whole files."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,17 @@ def test_the_trainer_writes_what_was_streamed_when_its_only_holder_dies(
     whole = [v.step for v in versions if read_manifest(run.root / "weights" / f"v{v}").whole]
     assert whole[0] == 0 and whole[-1] == STEPS and len(whole) == 3
     assert f"inference-0 has caught up with v0.{whole[1]}" in run.log("orchestrator-0")
+
+
+def test_a_run_goes_on_when_engine_and_orchestrator_die_between_two_streams(tmp_path: Path, tiny_model: Path) -> None:
+    """Neither the version that is in force nor who is to serve it is known to anybody but the trainer then."""
+    run = ForkedRun(tmp_path, tiny_model, "both", f"max_steps={STEPS}", "update.transport=nccl", "update.stall_s=5",
+                   "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}",
+                   "recovery.backoff_s=0.2")  # fmt: skip
+    run.wait_for_step(3)
+    for process in ("inference-0", "orchestrator-0"):
+        os.kill(run.record(process)["pid"], signal.SIGKILL)
+    code, text = run.wait()
+    assert code == 0, text
+    assert run.reported == list(range(1, STEPS + 1))
+    assert {event["unit"] for event in run.events if event["kind"] == "exit"} == {"inference-0", "orchestrator"}

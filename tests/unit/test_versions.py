@@ -23,6 +23,7 @@ class Engines:
     def __init__(self, damaged: str = ""):
         self.loaded: list[str] = []
         self.may_load = asyncio.Event()
+        self.serves = True
         self.damaged = damaged
 
     async def update(self, version: PolicyVersion, directory: Path) -> UpdateTimes:
@@ -72,6 +73,25 @@ def test_engines_that_are_behind_take_the_newest_version_and_none_between(tmp_pa
             follower.engines.may_load.set()
             await follower.versions.wait_served(4)
             assert follower.engines.loaded == ["0.1", "0.4"]
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_nobody_serves_gives_way_to_the_next(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Follower(tmp_path) as follower:
+            follower.engines.may_load.set()
+            follower.engines.serves = False
+            follower.publish("0.1")
+            await follower.until("0.1")
+            follower.publish("0.2")
+            await follower.until("0.2")
+            assert str(follower.versions.served) == "0.0"
+            follower.engines.serves = True
+            async with asyncio.timeout(10):
+                while follower.versions.served.step < 2:
+                    await asyncio.sleep(0.01)
+            assert follower.engines.loaded == ["0.1", "0.2"]
 
     asyncio.run(scenario())
 
