@@ -168,8 +168,8 @@ def _no_decisions(client: EngineClient, state: Any, *_: Any) -> None:
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
     """vLLM's parameters for one completion, told as a whole, with the log-probability of each sampled token.
 
-    Without `max_tokens` a reply may fill the context. An output for each token would take a third of the time that this
-    process has for it, and flat lists spare the garbage collector two objects a token.
+    Without `max_tokens` a reply may fill the context. With an output for each token, and an object for each
+    log-probability, this process would need half as much time again for a token.
 
     Raises:
         ValueError, Refusal: a parameter is unknown or out of range.

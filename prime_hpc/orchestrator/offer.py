@@ -137,7 +137,8 @@ def question(target: Target, shape: Shape, prompt: list[int]) -> dict[str, Any]:
     """The body of a request for exactly `shape.reply` tokens."""
     sampling = {"max_tokens": shape.reply, "ignore_eos": True, "temperature": 1.0}
     if shape.route == "generate":
-        return {"model": target.model, "token_ids": prompt, "sampling_params": sampling}
+        # training needs the log-probability of each token, which a server that is not of a run gives if asked
+        return {"model": target.model, "token_ids": prompt, "sampling_params": {**sampling, "logprobs": 0}}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     return {"model": target.model, "prompt": prompt, **stream, **sampling}
 
