@@ -23,7 +23,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.inference import arguments, parsers
-from prime_hpc.models.tiny import make_tiny_model
+from prime_hpc.models.tiny import LETTERS, SPECIAL_TOKENS, make_tiny_model
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.stamps import checksum
 from prime_hpc.transport.weights import seal
@@ -132,6 +132,16 @@ def test_logprobs_are_those_of_the_sampled_distribution(
 def test_a_reply_without_a_limit_fills_the_context(restored: EngineProcess) -> None:
     choice = restored.generate(PROMPT, ignore_eos=True)
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (SEQ_LEN - len(PROMPT), "length")
+
+
+def test_a_stop_string_ends_a_reply(restored: EngineProcess) -> None:
+    first = len(SPECIAL_TOKENS)
+    letters = {"temperature": 0.0, "max_tokens": 16, "allowed_token_ids": [*range(first, first + len(LETTERS))]}
+    whole = restored.generate(PROMPT, **letters)
+    text = "".join(LETTERS[token - first] for token in whole["token_ids"])
+    choice = restored.generate(PROMPT, stop=[text[:3]], **letters)
+    assert (choice["token_ids"], choice["finish_reason"]) == (whole["token_ids"][:3], "stop")
+    assert (sampled_logprobs(choice) - sampled_logprobs(whole)[:3]).abs().max() <= TOLERANCE
 
 
 def test_new_weights_serve(restored: EngineProcess, models: tuple[Path, Models]) -> None:
