@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 PROMPT = [1, 9, 4, 17, 22, 2]
 REQUESTS, TOKENS = 32, 1500
-MEAN_ERROR, TOKEN_ERROR = 0.15, 0.6
+MEAN_ERROR, OTHER_ERROR = 0.15, 0.6
 """Of log-probabilities in bfloat16, where 0.04 to 0.09 was measured; another policy is off by 1.7 on average."""
 VLLM = {"gpu_memory_utilization": 0.2, "max_num_seqs": 64}
 Policies = tuple[Path, dict[str, torch.nn.Module]]
@@ -89,9 +89,10 @@ def test_every_span_has_the_logprobs_of_its_version(server: EngineProcess, polic
         while server.state()["running"] < REQUESTS:
             time.sleep(0.01)
         for version in ("0.1", "0.2"):
-            time.sleep(1.0)
+            time.sleep(0.3)
             update(server, root, version)
         choices = [future.result() for future in futures]
+    bounds = []
     for i, choice in enumerate(choices):
         (stamp,) = server.stamps(f"r{i}")
         assert (stamp["tokens"], stamp["crc"]) == (TOKENS, checksum(choice["token_ids"]))
@@ -99,9 +100,11 @@ def test_every_span_has_the_logprobs_of_its_version(server: EngineProcess, polic
         errors = {version: error_by_token(model, choice) for version, model in models.items()}
         for version, begin, end in stamp["spans"]:
             means = {v: errors[v][begin:end].mean().item() for v in models}
-            assert means.pop(version) < MEAN_ERROR
-            assert min(means.values()) > TOKEN_ERROR
-            assert errors[version][[begin, end - 1]].max() < TOKEN_ERROR
+            own = means.pop(version)
+            assert own < MEAN_ERROR and min(means.values()) > OTHER_ERROR, (i, stamp["spans"], version, own, means)
+            bounds.append(errors[version][[begin, end - 1]])
+    # of one token a wrong version may be near the right one by chance, not of one token of every request
+    assert (torch.stack(bounds).unflatten(0, (REQUESTS, -1)).mean(0) < MEAN_ERROR).all()
 
 
 def test_it_leaves_quickly(server: EngineProcess) -> None:
