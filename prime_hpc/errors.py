@@ -30,11 +30,18 @@ class ConfigurationError(PrimeHPCError):
     """The configuration cannot run. Holds every problem found, so that all are mended at once."""
 
     restartable = False
+    place = "configuration"
 
     def __init__(self, problems: list[ConfigProblem]):
         self.problems = problems
         lines = "\n".join(f"  {p}" for p in problems)
-        super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in the configuration:\n{lines}")
+        super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in the {self.place}:\n{lines}")
+
+
+class CommandLineError(ConfigurationError):
+    """Arguments of a command that it cannot follow; the keys of its problems are those arguments."""
+
+    place = "command line"
 
 
 class EnvironmentFailure(PrimeHPCError):

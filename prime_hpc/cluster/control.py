@@ -26,6 +26,11 @@ class Request(msgspec.Struct, kw_only=True):
     goes_on: bool = False
     time: float = 0.0
 
+    @property
+    def words(self) -> str:
+        """Who asked, and why where that was said."""
+        return f"{self.by} asked{f': {self.why}' if self.why else ''}"
+
 
 def ask(control: Path, action: Action, why: str, *, unit: str | None = None, by: str | None = None,
         goes_on: bool = False) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Go on with a run from its newest complete checkpoint, with its own configuration.
+"""Go on with a run from its newest complete checkpoint, or start one again that has none, with its own configuration.
 
     python -m prime_hpc.resume RUN [OVERRIDES ...]
 
@@ -18,6 +18,7 @@ from prime_hpc.commands import cli
 from prime_hpc.config.compose import GROUPS
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.run_facts import read_run
+from prime_hpc.transport.checkpoints import complete_steps
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +53,8 @@ def launch_arguments(run_dir: Path, overrides: list[str], folder: Path) -> list[
     name = f"attempt_{facts.attempt}"
     text = "# @package _global_\n" + yaml.safe_dump(kept, sort_keys=False)
     write_atomic(folder / "experiment" / f"{name}.yaml", text.encode(), durable=False)
-    place = [f"run.name={run_dir.name}", f"run.output_dir={run_dir.parent}", "resume=latest"]
+    point = "latest" if complete_steps(facts.paths.checkpoints) else "auto"
+    place = [f"run.name={run_dir.name}", f"run.output_dir={run_dir.parent}", f"resume={point}"]
     return ["--config-dir", str(folder), f"+experiment={name}", *place, *overrides]
 
 

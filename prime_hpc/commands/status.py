@@ -24,7 +24,7 @@ from prime_hpc.launchers.startup import describe
 from prime_hpc.observe.advisor import advise
 from prime_hpc.observe.ledger import read_ledger
 from prime_hpc.observe.run_facts import read_run
-from prime_hpc.observe.status import ProcessStatus, RunStatus, WaitStatus, take_status
+from prime_hpc.observe.status import ENDED, ProcessStatus, RunStatus, WaitStatus, take_status
 
 PERIOD_S = 2.0
 
@@ -63,7 +63,7 @@ def watch(run_dir: Path) -> int:
         while True:
             status = take_status(read_run(run_dir))
             screen.update(render(status))
-            if status.phase not in ("starting", "running"):
+            if status.phase in (*ENDED, "not started"):
                 return 0
             time.sleep(PERIOD_S)
 
@@ -86,7 +86,11 @@ def _headline(status: RunStatus) -> str:
         "sampled tokens/s": _number(status.sampled_tokens_per_s),
         "last progress": status.progress_age_s is not None and f"{status.progress_age_s:.0f} s ago",
     }
-    head = f"{status.run}, attempt {status.attempt}: {status.phase}, step {status.step} of {status.max_steps}"
+    head = f"{status.run}, attempt {status.attempt}: {status.phase}"
+    if status.step is not None:
+        head += f", step {status.step} of {status.max_steps}"
+    if status.why:
+        head += f": {status.why}"
     return " | ".join([head, *(f"{name} {value}" for name, value in numbers.items() if value)])
 
 

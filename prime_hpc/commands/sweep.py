@@ -20,14 +20,14 @@ from rich.table import Table
 
 from prime_hpc.cluster import control
 from prime_hpc.commands import cli
-from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.errors import CommandLineError, ConfigProblem
 from prime_hpc.launchers.slurm.executor import find
 from prime_hpc.observe.run_facts import read_run
+from prime_hpc.observe.status import ENDED
 from prime_hpc.observe.sweep import PointResult, dead, read_sweep, rewards_of
 
 PERIOD_S = 5.0
 LIVE = ("starting", "running")
-ENDED = ("complete", "stopped", "failed")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def render(points: list[PointResult]) -> Table:
 def _read(folder: Path) -> list[PointResult]:
     points = read_sweep(folder)
     if not points:
-        raise ConfigurationError([ConfigProblem("RESULTS_DIR", str(folder), "a folder with runs, such as a sweep's")])
+        raise CommandLineError([ConfigProblem("RESULTS_DIR", str(folder), "a folder with runs, such as a sweep's")])
     return points
 
 

@@ -13,8 +13,8 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.run import RunConfig
 from prime_hpc.launchers import credentials
 from prime_hpc.launchers.children import Child, spawn, stop
-from prime_hpc.launchers.supervisor import Running, Supervisor
-from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
+from prime_hpc.launchers.supervisor import Ending, Running, Supervisor
+from prime_hpc.launchers.verdict import verdict
 from prime_hpc.launchers.view import open_view
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.units import Unit, units
@@ -62,15 +62,15 @@ def run_local(plan: RunPlan, config: RunConfig) -> int:
         supervisor = Supervisor(plan, config, paths, LocalStarter(), view, units=units(plan))
         try:
             ending = supervisor.run()
-        except KeyboardInterrupt:
-            interrupted = "interrupted, stopping every process"
-            view.say(interrupted)
-            return EXIT_INTERRUPTED
+        except KeyboardInterrupt as interrupt:
+            interrupted = f"interrupted by {str(interrupt) or 'Ctrl-C'}"
+            view.say(f"{interrupted}, stopping every process")
+            ending = Ending("stopped", words=interrupted)
         finally:
             supervisor.stop(interrupted)
             lease.close()
             credentials.discard(config, paths.root)
-        return verdict(ending, paths, view)
+    return verdict(ending, paths, view)  # below a live table, where it is the last line
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _termination_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the run as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("SIGTERM")
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -60,8 +60,7 @@ class RunStart:
         _check_writable(Path(config.run.output_dir))
         attempts = _attempts(RunPaths(run_dir))
         if attempts and not config.resume:
-            raise ConfigurationError([ConfigProblem("run.name", name,
-                "a new name, since this run exists; resume=latest goes on with it")])  # fmt: skip
+            raise ConfigurationError([_taken(name, RunPaths(run_dir))])
         attempt = Attempt(number=attempts + 1)
         if config.resume and (attempts or config.resume != "auto"):
             attempt = _resume(config, RunPaths(run_dir), attempt)
@@ -99,6 +98,12 @@ class RunStart:
         else:
             write_atomic(paths.plan, self.plan.dump())
         write_json(paths.forks, msgspec.to_builtins(self.plan.forks))
+
+
+def _taken(name: str, paths: RunPaths) -> ConfigProblem:
+    some = find_latest(paths.checkpoints, read_forks(paths.forks)) is not None
+    onward = "resume=latest goes on with it" if some else "resume=auto starts it again, as it has no checkpoint"
+    return ConfigProblem("run.name", name, f"a new name, since this run exists; {onward}")
 
 
 def _resume(config: RunConfig, paths: RunPaths, attempt: Attempt) -> Attempt:

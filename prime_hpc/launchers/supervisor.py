@@ -20,6 +20,7 @@ from prime_hpc.launchers.events import EventLog
 from prime_hpc.launchers.heartbeats import Heartbeats
 from prime_hpc.launchers.rollback import roll_back
 from prime_hpc.launchers.view import View
+from prime_hpc.observe.events import DRAINED
 from prime_hpc.observe.snapshot import take_snapshot
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.units import Unit
@@ -103,6 +104,16 @@ class Ending:
     words: str = ""
     goes_on: bool = False
 
+    @property
+    def reason(self) -> str:
+        """What is taken down of it."""
+        match self.kind:
+            case "stopped":
+                return self.words
+            case "drained":
+                return f"{DRAINED}: {self.words}"
+        return self.kind
+
 
 class Supervisor:
     """One attempt of a run, or the part of it that is in one job: the `units`.
@@ -128,7 +139,7 @@ class Supervisor:
         while True:
             ending = self._tick()
             if ending:
-                self._events.add(EVENT_OF_END[ending.kind], ending.words if ending.kind == "stopped" else ending.kind)
+                self._events.add(EVENT_OF_END[ending.kind], ending.reason)
                 return ending
             time.sleep(POLL_S)
 
@@ -146,7 +157,7 @@ class Supervisor:
             return self._see_off(drained=DRAIN_MARK in marks)
         for request in self._requests():
             if request.action == "stop":
-                return Ending("stopped", words=f"{request.by} asked: {request.why}")
+                return Ending("stopped", words=request.words)
             if ending := self._obey(request):
                 return ending
         for state in self._states:
@@ -176,15 +187,15 @@ class Supervisor:
             return None
         if not drained or not self._drain or self._step() >= self._config.max_steps:
             return Ending("complete")
-        return Ending("drained", words=f"{self._drain.by} asked: {self._drain.why}", goes_on=self._drain.goes_on)
+        return Ending("drained", words=self._drain.words, goes_on=self._drain.goes_on)
 
     def _obey(self, request: control.Request) -> Ending | None:
         """Drain the run, or start a unit again, which counts like a failure of it: what is asked for has to end too."""
         if request.action == "drain":
             if self._drain is None:
                 self._drain = request
-                self._events.add("drain", request.why)
-                self._view.say(f"draining, as {request.by} asked: {request.why}")
+                self._events.add("drain", request.words)
+                self._view.say(f"draining, as {request.words}")
                 (self._paths.rendezvous / DRAIN_MARK).touch()
                 if self._config.mode == "serve":  # nothing is to be saved
                     (self._paths.rendezvous / COMPLETE_MARK).touch()
@@ -192,8 +203,7 @@ class Supervisor:
         state = next((s for s in self._states if s.unit.name == request.unit and s.running), None)
         if state is None:
             return None
-        why = f"{request.by} asked: {request.why}"
-        return self._handle(state, Failure(state.unit.processes[0].name, None, why, "asked"))
+        return self._handle(state, Failure(state.unit.processes[0].name, None, request.words, "asked"))
 
     def _find_failure(self, state: _State) -> Failure | None:
         """What is wrong with a running unit, if anything."""

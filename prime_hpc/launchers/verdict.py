@@ -4,6 +4,7 @@ from prime_hpc.cluster.lease import EXIT_FENCED
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.launchers.supervisor import Ending
 from prime_hpc.launchers.view import View
+from prime_hpc.observe.resumption import how_to_resume
 
 EXIT_INTERRUPTED = 130
 
@@ -17,10 +18,10 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
             view.say(f"complete; everything lies in {paths.root}")
             return 0
         case "drained":
-            view.say(f"drained: saved and left, since {ending.words}; resume=latest goes on in {paths.root}")
+            view.say(f"drained: saved and left, since {ending.words}; {how_to_resume(paths)}")
             return 0
         case "stopped":
-            view.say(f"stopped, as {ending.words}")
+            view.say(f"stopped: {ending.words}; {how_to_resume(paths)}")
             return EXIT_INTERRUPTED
         case "fenced":
             view.say("the main job is gone; its next start is waited for")

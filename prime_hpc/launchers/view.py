@@ -69,7 +69,7 @@ class LiveView:
         self._screen.update(Group(table, "", progress_line(snapshot)))
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def progress_line(snapshot: Snapshot) -> str:

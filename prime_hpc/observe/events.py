@@ -10,6 +10,7 @@ from prime_hpc.cluster.files import list_fresh
 
 EVENTS = "events.jsonl"
 BEATS = "beats"
+DRAINED = "drained"
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -37,6 +38,11 @@ class Event(msgspec.Struct, kw_only=True):
     def ends_attempt(self) -> bool:
         """Whatever happens after it happens because of it."""
         return self.kind in ("complete", "interrupted") or (self.kind == "stop" and self.unit is None)
+
+    @property
+    def drained(self) -> bool:
+        """It ended a run that had saved and left before its last step, since it was asked to."""
+        return self.kind == "complete" and self.reason.startswith(DRAINED)
 
 
 class Wait(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from prime_hpc.cluster.lease import FILE as LEASE
 from prime_hpc.cluster.memory import HostMemory, host_memory
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK
-from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.errors import CommandLineError, ConfigProblem, nearest_name
 from prime_hpc.observe.events import BEATS, Beat, Event, Lease, Record, read_each, read_events, read_struct
 from prime_hpc.observe.logs import LogFile, find_logs
 from prime_hpc.observe.monitor import read_metrics
@@ -62,6 +62,16 @@ class RunFacts:
             return False
         return self.now - self.lease.beat <= self.lease_s
 
+    @property
+    def over(self) -> bool:
+        """The attempt worked once and does no more, in distinction to one that waits for its supervisor to start."""
+        return not self.live and (self.complete or self.ending is not None or self.lease is not None)
+
+    @property
+    def serves(self) -> bool:
+        """The run is a fleet, which makes no steps."""
+        return self.plan.config.get("mode") == "serve"
+
     @cached_property
     def ending(self) -> Event | None:
         """The event that ended the attempt."""
@@ -106,17 +116,17 @@ def read_run(run_dir: Path, attempt: int | None = None) -> RunFacts:
     """Read an attempt of a run, by default the newest.
 
     Raises:
-        ConfigurationError: there is no such run or attempt.
+        CommandLineError: there is no such run or attempt.
         SchemaMismatch: the run belongs to another version of this product.
     """
     paths = RunPaths(run_dir)
     if not paths.plan.exists():
-        raise ConfigurationError([_no_run(run_dir)])
+        raise CommandLineError([_no_run(run_dir)])
     plan = run_plan.load(paths.plan)
     attempts = list_attempts(paths)
     if attempt is not None and attempt not in attempts:
         expected = f"one of {', '.join(map(str, attempts)) or 'none yet'}"
-        raise ConfigurationError([ConfigProblem("--attempt", attempt, expected)])
+        raise CommandLineError([ConfigProblem("--attempt", attempt, expected)])
     return _read(paths, plan, attempts, attempt or max(attempts, default=plan.attempt))
 
 

@@ -5,8 +5,13 @@ from typing import Any
 import msgspec
 
 from prime_hpc.cluster.files import read_json
+from prime_hpc.observe.doctor import diagnose
 from prime_hpc.observe.run_facts import RunFacts
 
+ENDED = ("complete", "stopped", "failed")
+"""Phases of a run that is no longer at work."""
+LAST_WORDS = ("done", "failed", "stopped")
+"""States that a process leaves behind; any other it had when it was ended."""
 REWARD = "train/all/reward"
 TRAINED = "perf/tokens_per_s"
 SAMPLED = "perf/rollout_tokens_per_s"
@@ -35,14 +40,16 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
 
-    `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
+    `phase` is not started, queued, starting, running or serving, or one of `ENDED`; `why` says who or what ended a run
+    before its last step. A fleet makes no steps. `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
     """
 
     run: str
     attempt: int
     phase: str
-    step: int
-    max_steps: int
+    why: str
+    step: int | None
+    max_steps: int | None
     progress_age_s: float | None
     reward: float | None
     trained_tokens_per_s: float | None
@@ -54,45 +61,72 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
 def take_status(facts: RunFacts) -> RunStatus:
     """The status of an attempt."""
     step, row = max(facts.steps.items(), default=(0, {}))
+    phase = _phase(facts)
     return RunStatus(
         run=facts.plan.name,
         attempt=facts.attempt,
-        phase=_phase(facts),
-        step=step,
-        max_steps=facts.max_steps,
-        progress_age_s=facts.now - row["time"] if row else None,
+        phase=phase,
+        why=_why(facts, phase, step),
+        step=None if facts.serves else step,
+        max_steps=None if facts.serves else facts.max_steps,
+        progress_age_s=facts.now - row["time"] if row and phase not in ENDED else None,
         reward=_newest(facts.steps, REWARD),
         trained_tokens_per_s=row.get(TRAINED),
         sampled_tokens_per_s=row.get(SAMPLED),
         startup_s=(read_json(facts.paths.startup) or {}).get("seconds", {}) if facts.newest else {},
-        processes=[_process(name, facts) for name in facts.processes],
+        processes=[_process(name, facts, ended=phase in ENDED) for name in facts.processes],
     )
 
 
 def _phase(facts: RunFacts) -> str:
+    ending = facts.ending
+    if ending and ending.kind != "stop":
+        return "complete" if ending.kind == "complete" and not ending.drained else "stopped"
     if facts.complete:
         return "complete"
-    if facts.live and facts.plan.config.get("mode") == "serve":
+    if facts.live and facts.serves:
         states = [_state(name, facts) for name in facts.processes]
         return "serving" if all(state == "ready" for state in states) else "starting"
     if facts.live:
         return "running" if facts.steps else "starting"
-    return "ended" if facts.attempts else "not started"
+    if not facts.attempts:
+        return "not started"
+    return "queued" if not facts.events and facts.paths.job.exists() else "failed"
 
 
-def _process(name: str, facts: RunFacts) -> ProcessStatus:
-    beat = facts.beats.get(name)
+def _why(facts: RunFacts, phase: str, step: int) -> str:
+    """Who stopped a run, what it failed of, or which rule ended it before its last step."""
+    if phase == "failed":
+        found = diagnose(facts)
+        return found.headline.partition("\n")[0] if found.cause else "it ended without a word"
+    if phase == "stopped" and facts.ending:
+        return facts.ending.reason
+    if phase == "complete" and facts.plan.config.get("mode") == "sft" and step < facts.max_steps:
+        return "trainer.sft.probe.stop_at reached"
+    return ""
+
+
+def _process(name: str, facts: RunFacts, *, ended: bool) -> ProcessStatus:
+    beat = facts.beats.get(name) if not ended else None
     wait = beat.wait if beat else None
     return ProcessStatus(
         name=name,
         component=facts.component(name),
-        state=_state(name, facts),
+        state=_last_state(name, facts) if ended else _state(name, facts),
         restarts=max((log.restart for log in facts.logs if log.process == name), default=0),
         doing=beat.doing if beat else "",
         wait=WaitStatus(what=wait.what, owner=wait.owner, seconds=facts.now - wait.since, deadline_s=wait.deadline_s)
         if wait
         else None,
     )
+
+
+def _last_state(name: str, facts: RunFacts) -> str:
+    """How a process of a run that is over ended; one that had not by itself was stopped with the run."""
+    state = _state(name, facts)
+    if state == "waiting":
+        return "not started"
+    return state if state in LAST_WORDS or state.startswith("exit") else "stopped"
 
 
 def _state(name: str, facts: RunFacts) -> str:

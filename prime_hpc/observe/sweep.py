@@ -62,20 +62,11 @@ def _result(folder: Path, point: dict[str, Any]) -> PointResult:
     first, last, best = (means[0], means[-1], max(means)) if means else (None, None, None)
     return PointResult(
         **point,
-        state=_state(facts, status.phase),
-        step=status.step,
-        max_steps=status.max_steps,
+        state=status.phase,
+        step=status.step or 0,
+        max_steps=status.max_steps or 0,
         first=first,
         last=last,
         best=best,
         gpu_hours=read_ledger(run, time.time()).gpu_hours,
     )
-
-
-def _state(facts: RunFacts, phase: str) -> str:
-    """The phase of a run, told apart where it is no longer at work, or not yet."""
-    if phase != "ended":
-        return phase
-    if not facts.events:
-        return "queued" if facts.paths.job.exists() else "failed"
-    return "stopped" if facts.ending and facts.ending.kind == "interrupted" else "failed"

@@ -171,6 +171,12 @@ def test_the_name_of_a_run_that_exists_is_refused(finished_run: Path, tiny_model
     ]
 
 
+def test_the_name_of_a_run_without_a_checkpoint_leads_to_its_start(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "outputs" / "mine" / "logs" / "attempt_1").mkdir(parents=True)
+    (problem,) = refused(tmp_path, *mine(tiny_model))
+    assert problem.endswith("since this run exists; resume=auto starts it again, as it has no checkpoint")
+
+
 def test_a_resume_without_a_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     assert refused(tmp_path, *mine(tiny_model), "resume=latest") == [
         "resume = 'latest': expected a complete checkpoint, and there is none in "

@@ -108,11 +108,13 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     run = LocalRun(tmp_path, tiny_model, "stopped", "max_steps=500", *arguments)
     run.wait_for_step(6)
     run.process.send_signal(signal.SIGINT)
-    code, _ = run.wait()
+    code, text = run.wait()
     assert code == 130
     assert not run.survivors()
     saved = complete_steps(run.root / "checkpoints")
     assert saved, "a save waits for the one before it: that of step 2 is over"
+    onward = f"to go on from step {saved[-1]}: python -m prime_hpc.resume {run.root}"
+    assert text.endswith(f"stopped: interrupted by Ctrl-C; {onward}\n")
 
     again = ForkedRun(tmp_path, tiny_model, "stopped", f"max_steps={saved[-1] + 8}", "resume=latest", *arguments)
     code, text = again.wait()

@@ -32,13 +32,17 @@ class RunDir:
         self.paths, self.attempt = RunPaths(root), attempt
         self.processes = [ProcessPlan(name=name, component=component, index=int(name[-1]), node=0, command=[], log="")
                           for name, component in PROCESSES.items()]  # fmt: skip
-        config = replace(RunConfig(), max_steps=90)
-        plan = RunPlan(name=root.name, run_dir=str(root), attempt=attempt, nodes=1, forks=[], checkpoint=None,
-                       processes=self.processes, config=to_dict(config))  # fmt: skip
         root.mkdir(exist_ok=True)
-        self.paths.plan.write_bytes(plan.dump())
+        self.configure()
         for name in PROCESSES:
             self.log(name, "", at=0)
+
+    def configure(self, **values: Any) -> None:
+        """A plan with these values of its configuration."""
+        root, config = self.paths.root, replace(RunConfig(), max_steps=90, **values)
+        plan = RunPlan(name=root.name, run_dir=str(root), attempt=self.attempt, nodes=1, forks=[], checkpoint=None,
+                       processes=self.processes, config=to_dict(config))  # fmt: skip
+        self.paths.plan.write_bytes(plan.dump())
 
     def log(self, process: str, text: str, *, at: float, restart: int = 0) -> Path:
         """The log of a process, last written `at`; `<S>` stands for the clock S seconds after the start."""

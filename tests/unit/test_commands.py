@@ -14,7 +14,8 @@ from prime_hpc.commands import doctor, logs, resume, status, stop
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.errors import InfrastructureFailure
-from tests.unit.run_dirs import START, RunDir, clocks
+from prime_hpc.observe.status import take_status
+from tests.unit.run_dirs import PROCESSES, START, RunDir, clocks
 
 
 @pytest.fixture
@@ -88,14 +89,64 @@ def test_status_is_a_row_a_component(run: RunDir, capsys: pytest.CaptureFixture[
 
 
 def test_status_as_json_has_every_process(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    revive(run)
     run.record("env-words-0", "ready", at=5)
     run.beat("env-words-0", at=6, doing="8 rollouts")
     assert status.main([str(run.paths.root), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["phase"], answer["step"], answer["reward"]) == ("ended", 0, None)
+    assert (answer["phase"], answer["step"], answer["reward"]) == ("starting", 0, None)
     assert answer["processes"][1] == {"name": "env-words-0", "component": "environment", "state": "ready",
                                       "restarts": 0, "doing": "8 rollouts", "wait": None}  # fmt: skip
     assert answer["processes"][0]["state"] == "waiting"
+
+
+def give_signs_of_life(run: RunDir) -> None:
+    """A step, a failure of one process, and states and waits that the processes left behind."""
+    run.lease(at=60)
+    run.event("start", at=0)
+    run.step(12, at=50)
+    for name, state in (("orchestrator-0", "sampling"), ("trainer-0", "done"), ("inference-0", "ready")):
+        run.record(name, state, at=50)
+    run.beat("orchestrator-0", at=55, wait=("128 finished rollouts", "environment", 20, 3600))
+    run.failed("trainer-1", "MemoryError: no more", at=59)
+
+
+@pytest.mark.parametrize(("kind", "reason", "phase", "said"), [
+    ("complete", "complete", "complete", "complete, step 12 of 90"),
+    ("complete", "drained: ada asked: move", "stopped", "stopped, step 12 of 90: drained: ada asked: move"),
+    ("interrupted", "ada asked", "stopped", "stopped, step 12 of 90: ada asked"),
+    ("stop", "failed", "failed", "failed, step 12 of 90: trainer-1 ran out of host memory"),
+    (None, "", "failed", "failed, step 12 of 90: trainer-1 ran out of host memory"),
+])  # fmt: skip
+def test_status_says_how_a_run_ended_and_shows_none_of_it_at_work(
+    run: RunDir, capsys: pytest.CaptureFixture[str], kind: str | None, reason: str, phase: str, said: str
+) -> None:
+    give_signs_of_life(run)
+    if kind:
+        run.event(kind, at=61, reason=reason)
+    assert status.main([str(run.paths.root)]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith(f"mine, attempt 1: {said} component")
+    taken = take_status(run.facts(now=100))
+    assert taken.phase == phase and not any(process.wait for process in taken.processes)
+    assert [process.state for process in taken.processes] == ["stopped", "not started", "stopped", "done", "exit 1"]
+
+
+def test_a_fine_tuning_that_its_probe_ended_says_so(run: RunDir) -> None:
+    run.configure(mode="sft")
+    run.step(12, at=50)
+    run.event("complete", at=61, reason="complete")
+    assert take_status(run.facts(now=100)).why == "trainer.sft.probe.stop_at reached"
+
+
+def test_a_fleet_makes_no_steps(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.configure(mode="serve")
+    revive(run)
+    for name in PROCESSES:
+        run.record(name, "ready", at=time.time() - START)
+    assert status.main([str(run.paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "mine, attempt 1: serving"
+    assert doctor.main([str(run.paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "nothing is wrong: 5 of 5 processes are up"
 
 
 def test_watch_ends_with_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +251,8 @@ def test_a_run_that_does_not_work_cannot_be_stopped(run: RunDir, capsys: pytest.
 def test_resume_launches_the_saved_configuration_again(run: RunDir, tmp_path: Path) -> None:
     saved = to_dict(RunConfig(max_steps=90))
     run.paths.config.write_text(yaml.safe_dump(saved))
+    assert "resume=auto" in resume.launch_arguments(run.paths.root, [], tmp_path / "conf"), "without a checkpoint"
+    run.checkpoint(20)
     arguments = resume.launch_arguments(run.paths.root, ["max_steps=200", "resume=20"], tmp_path / "conf")
     assert arguments == ["--config-dir", str(tmp_path / "conf"), "+experiment=attempt_1", "run.name=mine",
                          f"run.output_dir={tmp_path}", "resume=latest", "max_steps=200", "resume=20"]  # fmt: skip

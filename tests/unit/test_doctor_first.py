@@ -299,7 +299,7 @@ def test_an_end_that_somebody_wanted(run: RunDir, kind: str, reason: str, cause:
     run.record("env-words-0", "failed", at=52, error="ConnectionResetError: [Errno 104] Connection reset by peer")
     diagnosis = run.diagnose(now=100)
     assert (diagnosis.cause, diagnosis.headline, diagnosis.exit_status) == (cause, headline, 1)
-    assert diagnosis.remedy.endswith(f"Then go on from step 20: python -m prime_hpc.resume {run.paths.root}")
+    assert diagnosis.remedy.endswith(f"; to go on from step 20: python -m prime_hpc.resume {run.paths.root}")
 
 
 def test_without_events_the_published_errors_suffice(run: RunDir) -> None:

@@ -43,6 +43,11 @@ def test_a_run_that_was_told_to_stop_was_interrupted_and_says_by_whom(paths: Run
     assert [(e.kind, e.reason) for e in read_events(paths.root, 1)][1:] == [("interrupted", "ada asked: wrong data")]
 
 
+def test_who_gives_no_reason_leaves_none(paths: RunPaths) -> None:
+    control.ask(paths.control, "stop", "", by="ada")
+    assert run(paths).reason == "ada asked"
+
+
 def test_a_finished_run_is_complete(paths: RunPaths) -> None:
     (paths.rendezvous / "complete").touch()
     assert run(paths).kind == "complete"
@@ -53,6 +58,8 @@ def test_a_fleet_that_is_drained_leaves_at_once_and_may_go_on(paths: RunPaths) -
     control.ask(paths.control, "drain", "the time limit is near", by="Slurm", goes_on=True)
     ending = run(paths, RunConfig(mode="serve"))
     assert (ending.kind, ending.goes_on) == ("drained", True)
+    assert ending.reason == "drained: Slurm asked: the time limit is near"
+    assert read_events(paths.root, 1)[-1].drained
     assert (paths.rendezvous / "complete").exists(), "engines leave by this mark"
 
 

@@ -28,8 +28,8 @@ from prime_hpc.observe.doctor.failures import (
     find_job_end,
 )
 from prime_hpc.observe.events import EVENTS, Event
+from prime_hpc.observe.resumption import how_to_resume
 from prime_hpc.observe.run_facts import RunFacts
-from prime_hpc.transport.checkpoints import complete_steps
 
 Verdict = Literal["healthy", "complete", "failed", "unknown"]
 NOTABLE = ("restart", "degrade", "recovered", "drain")
@@ -71,7 +71,7 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     if not facts.attempts:
         return _answer(facts, "unknown", "the run was never started: there is only its plan")
     if facts.complete:
-        return _answer(facts, "complete", f"nothing is wrong: the run is complete, {_progress(facts)}")
+        return _of_complete(facts)
     findings = [f for failure in find_failures(facts) if not (f := examine(failure, facts)).says_nothing]
     if not findings and not facts.events and not facts.records:
         findings = examine_logs(facts)
@@ -81,6 +81,14 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     if findings:
         return _blamed(find_first(findings, facts), findings, facts)
     return _of_live(facts) if facts.live else _of_ended(facts)
+
+
+def _of_complete(facts: RunFacts) -> Diagnosis:
+    """A run that did all it was to do, or that saved and left before, since it was asked to."""
+    if facts.ending and facts.ending.drained:
+        left = _answer(facts, "complete", f"nothing is wrong: the run has left, {_progress(facts)}, {facts.ending.reason}")
+        return msgspec.structs.replace(left, remedy=how_to_resume(facts.paths) if facts.newest else "")
+    return _answer(facts, "complete", f"nothing is wrong: the run is complete, {_progress(facts)}")
 
 
 def _of_live(facts: RunFacts) -> Diagnosis:
@@ -144,14 +152,13 @@ def _remedy(advice: str, facts: RunFacts) -> str:
     """The advice, and how the run goes on after it."""
     if "prime_hpc." in advice or not facts.newest:
         return advice
-    steps = complete_steps(facts.paths.checkpoints)
-    if not steps:
-        return f"{advice}. There is no complete checkpoint: start again under a new run.name"
-    return f"{advice}. Then go on from step {steps[-1]}: python -m prime_hpc.resume {facts.paths.root}"
+    return f"{advice}; {how_to_resume(facts.paths)}"
 
 
 def _progress(facts: RunFacts) -> str:
     """`step 12 of 90, last progress 3 s ago`, or how far the start has come."""
+    if facts.serves and not facts.live:
+        return "a fleet, which makes no steps"
     if facts.steps:
         step, row = max(facts.steps.items())
         ago = f", last progress {facts.now - row['time']:.0f} s ago" if facts.live else ""
@@ -159,7 +166,7 @@ def _progress(facts: RunFacts) -> str:
     waiting = [name for name in facts.processes if _state(name, facts) in ("waiting", "starting")]
     up = len(facts.processes) - len(waiting)
     names = f" (not yet: {', '.join(waiting[:5])}{', ...' if len(waiting) > 5 else ''})" if waiting else ""
-    return f"no step yet, {up} of {len(facts.processes)} processes are up{names}"
+    return f"{'' if facts.serves else 'no step yet, '}{up} of {len(facts.processes)} processes are up{names}"
 
 
 def _state(name: str, facts: RunFacts) -> str:
