@@ -58,8 +58,10 @@ class EngineInUse(InferenceFailure):
     """An engine that several runs may attach to is held by another one."""
 
     def __init__(self, holder: str, seconds: float):
-        super().__init__(f"{holder} uses this engine, for another {seconds:.0f} s unless it renews that: wait for it "
-                         "to end, or start another fleet")  # fmt: skip
+        super().__init__(f"{holder} uses this engine: wait for that run to end, or start another fleet")
+        self.holder = holder
+        self.seconds = seconds
+        """Left of its claim, unless it is renewed."""
 
 
 class InfrastructureFailure(PrimeHPCError):

@@ -192,8 +192,9 @@ def encode_stamps(stamps: list[Stamp]) -> bytes:
 
 
 def encode_error(error: Exception) -> bytes:
-    """The body of every answer that is not 200."""
-    return msgspec.json.encode({"error": str(error), "type": type(error).__name__})
+    """The body of every answer that is not 200; of an engine in use, by whom and for how many seconds at least."""
+    claim = {"holder": error.holder, "seconds": error.seconds} if isinstance(error, EngineInUse) else {}
+    return msgspec.json.encode({"error": str(error), "type": type(error).__name__, **claim})
 
 
 def status_of(error: Exception) -> int:

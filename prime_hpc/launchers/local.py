@@ -13,6 +13,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.run import RunConfig
 from prime_hpc.launchers import credentials
 from prime_hpc.launchers.children import Child, spawn, stop
+from prime_hpc.launchers.claims import give_back
 from prime_hpc.launchers.supervisor import Ending, Running, Supervisor
 from prime_hpc.launchers.verdict import verdict
 from prime_hpc.launchers.view import open_view
@@ -69,6 +70,7 @@ def run_local(plan: RunPlan, config: RunConfig) -> int:
         finally:
             supervisor.stop(interrupted)
             lease.close()
+            give_back(config, paths)
             credentials.discard(config, paths.root)
     return verdict(ending, paths, view)  # below a live table, where it is the last line
 

@@ -20,6 +20,7 @@ from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.observe.resumption import find_ended_fleet
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import Fork, RunPlan, read_forks
 from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, resolve, verify
@@ -53,7 +54,8 @@ class RunStart:
         """Name the run, find its attempt and resume point, and make its plan. Writes and deletes nothing.
 
         Raises:
-            ConfigurationError: the name is taken, there is nothing to resume, or a key that must not change did.
+            ConfigurationError: the name is taken, there is nothing to resume, a key that must not change did, or the
+                fleet to attach to has ended.
         """
         name = config.run.name or _new_name(experiment or config.mode)
         run_dir = Path(config.run.output_dir).absolute() / name
@@ -61,6 +63,7 @@ class RunStart:
         attempts = _attempts(RunPaths(run_dir))
         if attempts and not config.resume:
             raise ConfigurationError([_taken(name, RunPaths(run_dir))])
+        _check_fleet(config)
         attempt = Attempt(number=attempts + 1)
         if config.resume and (attempts or config.resume != "auto"):
             attempt = _resume(config, RunPaths(run_dir), attempt)
@@ -159,6 +162,13 @@ def _attempts(paths: RunPaths) -> int:
 def _new_name(experiment: str) -> str:
     now = datetime.datetime.now()
     return f"{experiment}-{now:%m%d-%H%M%S}-{random.SystemRandom().choice(WORDS)}"
+
+
+def _check_fleet(config: RunConfig) -> None:
+    """Refuse a fleet that has ended before the run's name is used up; a dry run may come before its fleet."""
+    fleet = config.inference.attach.run
+    if fleet is not None and RunPaths(Path(fleet)).plan.exists() and (problem := find_ended_fleet(Path(fleet))):
+        raise ConfigurationError([problem])
 
 
 def _check_writable(output_dir: Path) -> None:

@@ -41,7 +41,8 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
 
     `phase` is not started, queued, starting, running or serving, or one of `ENDED`; `why` says who or what ended a run
-    before its last step. A fleet makes no steps. `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
+    before its last step. A fleet makes no steps. `startup_s` has the milestones up to the attempt's first step, in
+    seconds since its job, or it itself, began.
     """
 
     run: str

@@ -5,11 +5,12 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from prime_hpc.cluster import control
+from prime_hpc.cluster.addresses import engine_addresses
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.rendezvous import POLL_S, Rendezvous
+from prime_hpc.cluster.rendezvous import POLL_S
 from prime_hpc.cluster.role import Role
-from prime_hpc.errors import DeadlineExceeded
-from prime_hpc.plan.run_plan import load
+from prime_hpc.errors import ConfigurationError, DeadlineExceeded
+from prime_hpc.observe.resumption import find_ended_fleet
 
 
 class Directory(ABC):
@@ -69,9 +70,17 @@ class ServedEngines(Directory):
         self.waited_for = f"the fleet in {run_dir}"
 
     def look(self) -> dict[str, str | None]:
-        plan = load(self._paths.plan)
-        rendezvous = Rendezvous(self._paths.rendezvous, self._me, plan.attempt)
-        return {process.name: (rendezvous.read(process.name) or {}).get("base_url") for process in plan.engines()}
+        return engine_addresses(self._paths.root)
+
+    def wait(self, timeout_s: float) -> dict[str, str]:
+        """As ever, unless the fleet has ended.
+
+        Raises:
+            ConfigurationError: it has.
+        """
+        if problem := find_ended_fleet(self._paths.root):
+            raise ConfigurationError([problem])
+        return super().wait(timeout_s)
 
     def ask_restart(self, engine: str, why: str) -> None:
         control.ask(self._paths.control, "restart", why, unit=engine, by=f"{self._me} of an attached run")

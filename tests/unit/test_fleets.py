@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prime_hpc.cluster import secrets
+from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
@@ -19,12 +22,16 @@ from prime_hpc.errors import ConfigurationError, EngineInUse
 from prime_hpc.inference.claims import Claims
 from prime_hpc.inference.protocol import ClaimRequest
 from prime_hpc.launchers import credentials
+from prime_hpc.launchers.claims import give_back
+from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.models.fingerprint import fingerprint
 from prime_hpc.orchestrator import attached
 from prime_hpc.orchestrator.attached import Attachment
+from prime_hpc.orchestrator.directory import ServedEngines
 from prime_hpc.orchestrator.fleet import Engine
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.units import units
+from tests.unit.run_dirs import START, RunDir
 
 ATTACH = "inference.attach.run=/shared/fleet"
 
@@ -44,8 +51,9 @@ def test_many_may_read_and_one_may_write() -> None:
     claims = Claims(lambda: now[0])
     claims.take(ClaimRequest(holder="eval-1", seconds=10))
     claims.take(ClaimRequest(holder="eval-2", seconds=20))
-    with pytest.raises(EngineInUse, match="eval-1 uses this engine, for another 10 s"):
+    with pytest.raises(EngineInUse, match="eval-1 uses this engine: wait") as held:
         claims.take(ClaimRequest(holder="rl", seconds=10, exclusive=True))
+    assert (held.value.holder, held.value.seconds) == ("eval-1", 10)
     now[0] = 11.0
     with pytest.raises(EngineInUse, match="eval-2"):
         claims.check("rl")
@@ -70,8 +78,20 @@ def test_a_fingerprint_tells_models_apart_and_knows_a_copy(tiny_model: Path, tmp
     assert fingerprint(tmp_path / "copy") == fingerprint(tiny_model) != fingerprint(tmp_path / "other")
 
 
-def attach(model: Path, replies: list[httpx.Response], *arguments: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """What is wrong with engines that answer a claim so, and every claim that they were sent."""
+def make_role(config: RunConfig) -> SimpleNamespace:
+    heart = SimpleNamespace(waiting=lambda what, owner, deadline_s: nullcontext())
+    return SimpleNamespace(config=config, paths=SimpleNamespace(root=Path("/runs/mine")), heart=heart,
+                           log=logging.getLogger("mine"))  # fmt: skip
+
+
+def held_by(holder: str | Path, seconds: float) -> httpx.Response:
+    return httpx.Response(409, json={"error": f"{holder} uses it", "holder": str(holder), "seconds": seconds})
+
+
+def attach(
+    model: Path, replies: list[httpx.Response], *arguments: str, engines: int | None = None
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is wrong with engines, one a reply by default, that answer a claim so, and every claim they were sent."""
     config, claims = make_config(f"model.path={model}", "seq_len=64", ATTACH, *arguments), []
     answers = iter(replies)
 
@@ -81,11 +101,9 @@ def attach(model: Path, replies: list[httpx.Response], *arguments: str) -> tuple
 
     async def check() -> list[str]:
         http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-        attachment = Attachment(
-            SimpleNamespace(config=config, paths=SimpleNamespace(root=Path("/runs/mine")), log=None), http
-        )
+        attachment = Attachment(make_role(config), http)
         try:
-            await attachment.claim([Engine(f"inference-{i}", f"http://e{i}") for i in range(len(replies))])
+            await attachment.claim([Engine(f"inference-{i}", f"http://e{i}") for i in range(engines or len(replies))])
         except ConfigurationError as error:
             return [str(problem) for problem in error.problems]
         return []
@@ -98,6 +116,12 @@ def engine_state(directory: Path, **facts: Any) -> httpx.Response:
     return httpx.Response(200, json=usual | facts)
 
 
+def attach_one(model: Path, replies: list[httpx.Response]) -> tuple[list[str], int]:
+    """What is wrong with an engine that answers claims so, one after the other, and how many it took."""
+    wrong, claims = attach(model, replies, engines=1)
+    return wrong, sum(claim["seconds"] > 0 for claim in claims)
+
+
 @pytest.mark.parametrize(("arguments", "exclusive"), [([], True), (["mode=sample"], False)])
 def test_engines_that_fit_are_claimed(tiny_model: Path, arguments: list[str], exclusive: bool) -> None:
     wrong, claims = attach(tiny_model, [engine_state(tiny_model)] * 2, *arguments)
@@ -105,13 +129,59 @@ def test_engines_that_fit_are_claimed(tiny_model: Path, arguments: list[str], ex
     assert {claim["holder"] for claim in claims} == {"/runs/mine"}
 
 
+def test_a_claim_that_nobody_renews_is_waited_for(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "POLL_S", 0.0)
+    ended, alive = RunDir(tmp_path / "ended"), RunDir(tmp_path / "alive")
+    ended.event("interrupted", at=1)
+    alive.lease(at=time.time() - START)
+    lapsing = [held_by(ended.paths.root, seconds) for seconds in (46, 1)]
+    assert attach_one(tiny_model, [*lapsing, engine_state(tiny_model)]) == ([], 3)
+    assert attach_one(tiny_model, [held_by("out of sight", 46), engine_state(tiny_model)]) == ([], 2)
+    (problem,), asked = attach_one(tiny_model, [held_by("out of sight", seconds) for seconds in (46, 60)])
+    assert problem.endswith("an engine that is free; out of sight uses it") and asked == 2, "it was renewed"
+    (problem,), asked = attach_one(tiny_model, [held_by(alive.paths.root, 46)])
+    assert problem.endswith(f"an engine that is free; {alive.paths.root} uses it") and asked == 1
+
+
+def test_a_fleet_that_has_ended_is_named_with_how_to_start_it(tmp_path: Path) -> None:
+    fleet = RunDir(tmp_path / "fleet")
+    fleet.configure(mode="serve")
+    role = SimpleNamespace(process=SimpleNamespace(name="orchestrator-0"))
+    engines = ServedEngines(role, fleet.paths.root)
+    fleet.record("inference-0", "ready", at=1, base_url="http://e0")
+    assert engines.wait(0) == {"inference-0": "http://e0"}
+    fleet.event("interrupted", at=5, reason="ada asked")
+    again = f"python -m prime_hpc.resume {fleet.paths.root}"
+    with pytest.raises(ConfigurationError, match=f"this one has ended; to start it again .*: {again}"):
+        engines.wait(0)
+    config = make_config(f"inference.attach.run={fleet.paths.root}", f"run.output_dir={tmp_path}", "run.name=mine")
+    with pytest.raises(ConfigurationError, match="this one has ended"):
+        RunStart.resolve(config, experiment=None, origins=[])
+    assert not (tmp_path / "mine").exists(), "the name is not used up"
+
+
+def test_a_launcher_gives_the_claim_of_its_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, mine, told = RunDir(tmp_path / "fleet"), RunPaths(tmp_path / "mine"), []
+    fleet.record("inference-0", "ready", at=1, base_url="http://e0")
+    monkeypatch.setattr(httpx, "post", lambda url, **request: told.append((url, request["json"], request["headers"])))
+    secrets.create(fleet.paths.root, "secret")
+    config = make_config(f"inference.attach.run={fleet.paths.root}")
+    credentials.provide(config, mine.root)
+    give_back(config, mine)
+    body = {"holder": str(mine.root), "seconds": 0.0}
+    assert told == [("http://e0/prime_hpc/claim", body, {"Authorization": "Bearer secret"})]
+    give_back(make_config(), mine)
+    assert len(told) == 1
+
+
 def test_an_engine_that_refuses_to_renew_a_claim_is_named(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attached, "RENEW_S", 0.0)
     replies = iter([engine_state(tiny_model)])
-    role = SimpleNamespace(config=make_config(f"model.path={tiny_model}", "seq_len=64", ATTACH),
-                           paths=SimpleNamespace(root=Path("/runs/mine")), log=logging.getLogger("mine"))  # fmt: skip
+    role = make_role(make_config(f"model.path={tiny_model}", "seq_len=64", ATTACH))
 
     async def keep() -> None:
         http = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: next(replies, httpx.Response(409, text="b"))))
@@ -137,7 +207,7 @@ def test_a_run_that_trains_takes_engines_of_any_version_and_one_that_does_not_on
 
 @pytest.mark.parametrize(("reply", "said"), [
     (httpx.Response(401), "inference.attach = 'inference-0 at http://e0': expected the token of these engines"),
-    (httpx.Response(409, json={"error": "/runs/b uses it"}), "expected an engine that is free; /runs/b uses it"),
+    (held_by("/runs/b", 61), "expected an engine that is free; /runs/b uses it"),
     (httpx.Response(404), "expected an engine of this product; it answered 404"),
     ({"fingerprint": "00"}, "expected an engine that was started with the model in"),
     ({"model": "judge"}, "model.served_name = 'policy': expected judge, as inference-0"),

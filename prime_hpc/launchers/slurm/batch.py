@@ -27,6 +27,7 @@ from prime_hpc.cluster.role import COMPLETE_MARK, DRAIN_MARK
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import DeadlineExceeded, NodesLost, PrimeHPCError
 from prime_hpc.launchers import credentials
+from prime_hpc.launchers.claims import give_back
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.slurm.allocation import MAIN, Job, jobs
 from prime_hpc.launchers.slurm.deadline import Deadline
@@ -156,7 +157,7 @@ def _measured(view: View, plan: RunPlan, paths: RunPaths, job_id: str) -> View:
 
 @contextmanager
 def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[LeaseKeeper]:
-    """The lease of the attempt and the run's secrets, which exist before it and as long as it."""
+    """The lease of the attempt, and what it has as long: the run's secrets, and its claim on engines of another run."""
     credentials.provide(config, paths.root)
     lease = LeaseKeeper(paths.rendezvous, plan.attempt, config.cluster.lease_s)
     try:
@@ -164,6 +165,7 @@ def _lease(plan: RunPlan, config: RunConfig, paths: RunPaths) -> Iterator[LeaseK
     finally:
         lease.close()
         if lease.held():  # else they are those of a newer attempt
+            give_back(config, paths)
             credentials.discard(config, paths.root)
 
 

@@ -86,7 +86,8 @@ def diagnose(facts: RunFacts) -> Diagnosis:
 def _of_complete(facts: RunFacts) -> Diagnosis:
     """A run that did all it was to do, or that saved and left before, since it was asked to."""
     if facts.ending and facts.ending.drained:
-        left = _answer(facts, "complete", f"nothing is wrong: the run has left, {_progress(facts)}, {facts.ending.reason}")
+        headline = f"nothing is wrong: the run has left, {_progress(facts)}, {facts.ending.reason}"
+        left = _answer(facts, "complete", headline)
         return msgspec.structs.replace(left, remedy=how_to_resume(facts.paths) if facts.newest else "")
     return _answer(facts, "complete", f"nothing is wrong: the run is complete, {_progress(facts)}")
 

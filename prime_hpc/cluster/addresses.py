@@ -1,0 +1,15 @@
+"""Where the engines of a run answer."""
+
+from pathlib import Path
+
+from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.cluster.rendezvous import Rendezvous
+from prime_hpc.plan.run_plan import load
+
+
+def engine_addresses(run_dir: Path) -> dict[str, str | None]:
+    """Engines by name, in whatever attempt the run is now; None for one that is starting or gone."""
+    paths = RunPaths(run_dir)
+    plan = load(paths.plan)
+    rendezvous = Rendezvous(paths.rendezvous, "", plan.attempt)
+    return {process.name: (rendezvous.read(process.name) or {}).get("base_url") for process in plan.engines()}
