@@ -16,12 +16,9 @@ from typing import Any
 
 import httpx
 
-from prime_hpc.cluster import secrets
-from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.cluster.rendezvous import Rendezvous
 from prime_hpc.commands import cli
-from prime_hpc.errors import InferenceFailure, InfrastructureFailure
-from prime_hpc.plan.run_plan import load
+from prime_hpc.commands.endpoint import find
+from prime_hpc.errors import InferenceFailure
 
 Messages = list[dict[str, str]]
 
@@ -40,7 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def talk(args: argparse.Namespace) -> int:
     """Converse until the end of the input."""
-    base_url, token_file = (args.target, args.token_file) if "://" in args.target else find(Path(args.target))
+    base_url, token_file = args.target, args.token_file
+    if "://" not in base_url:
+        endpoint = find(Path(args.target).absolute())
+        base_url, token_file = next(iter(endpoint.urls.values())), endpoint.token_file
     headers = {"Authorization": f"Bearer {token_file.read_text().strip()}"} if token_file else {}
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     beginning = [{"role": "system", "content": args.system}] if args.system else []
@@ -56,24 +56,6 @@ def talk(args: argparse.Namespace) -> int:
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": show(stream(http, body, messages, session))})
     return 0
-
-
-def find(run_dir: Path) -> tuple[str, Path]:
-    """The address of a run's router, or of its first engine, and the file with its token.
-
-    Raises:
-        InfrastructureFailure: nothing of it answers requests.
-    """
-    paths = RunPaths(run_dir.absolute())
-    if not paths.plan.exists():
-        raise InfrastructureFailure(f"{run_dir} is no run; start one with python -m prime_hpc.launch +experiment=serve")
-    plan = load(paths.plan)
-    rendezvous = Rendezvous(paths.rendezvous, "chat", plan.attempt)
-    for process in [*plan.of("router"), *plan.engines()]:
-        record = rendezvous.read(process.name)
-        if record and record.get("base_url"):
-            return record["base_url"], secrets.token_file(paths.root)
-    raise InfrastructureFailure(f"no engine of {run_dir} is ready: python -m prime_hpc.status {run_dir}")
 
 
 def ask_model(http: httpx.Client) -> str:
@@ -114,8 +96,17 @@ def _checked(reply: httpx.Response) -> httpx.Response:
     """
     if reply.status_code != httpx.codes.OK:
         reply.read()
-        raise InferenceFailure(f"{reply.url} answered {reply.status_code}: {reply.text[:500]}")
+        raise InferenceFailure(f"{reply.url} answered {reply.status_code}: {_reason(reply.text)}")
     return reply
+
+
+def _reason(body: str) -> str:
+    """What is wrong, out of the JSON of an engine or a router, or of what else a server answered."""
+    try:
+        said = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return body[:500]
+    return said["message"] if isinstance(said, dict) else said
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
-from prime_hpc.errors import ConfigProblem, ConfigurationError
-from prime_hpc.transport.checkpoints import resolve
+from prime_hpc.errors import CommandLineError, ConfigProblem
+from prime_hpc.transport.checkpoints import complete_steps, resolve
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,15 +26,29 @@ def main(arguments: list[str] | None = None) -> int:
         from prime_hpc.trainer.export import export  # takes seconds to import
 
         paths = RunPaths(args.run)
-        checkpoint = resolve(paths.checkpoints, "latest" if args.step is None else str(args.step))
+        checkpoint = choose(paths, args.step)
         out = args.out or paths.root / "export" / checkpoint.name
         if out.exists():
-            raise ConfigurationError([ConfigProblem("--out", str(out), "a folder that is not there yet")])
+            raise CommandLineError([ConfigProblem("--out", str(out), "a folder that is not there yet")])
         for folder in export(checkpoint, out, merge_lora=args.merge_lora):
             print(folder)
         return 0
 
     return cli.run(write)
+
+
+def choose(paths: RunPaths, step: int | None) -> Path:
+    """The checkpoint of `step`, or the newest.
+
+    Raises:
+        CommandLineError: there is no such checkpoint.
+    """
+    steps = complete_steps(paths.checkpoints)
+    if not steps:
+        raise CommandLineError([ConfigProblem("RUN", str(paths.root), "a run with a complete checkpoint")])
+    if step not in (None, *steps):
+        raise CommandLineError([ConfigProblem("--step", step, f"one of {', '.join(map(str, steps))}")])
+    return resolve(paths.checkpoints, "latest" if step is None else str(step))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,10 @@ def _attempts(attempts: list[AttemptLedger]) -> Table:
 def _advice(advice: Advice | None) -> list[str]:
     if advice is None:
         return ["advice: not enough was measured yet (settled steps, and rollout records: monitor.rollouts=true)"]
-    error = advice.now.step_s / advice.measured_step_s - 1
-    base = f"a step takes {advice.measured_step_s:.2f} s, {advice.now.step_s:.2f} s in simulation ({error:+.0%})"
+    if not advice.faithful:
+        return [f"advice: none, as the simulation misses the measured step by {abs(advice.error):.0%} "
+                f"({advice.now.step_s:.2f} s in place of {advice.measured_step_s:.2f} s)"]  # fmt: skip
+    base = f"a step takes {advice.measured_step_s:.2f} s; simulated as it is, {advice.now.step_s:.2f} s"
     if not advice.overrides:
         return [f"advice: leave the balance as it is; {base}"]
     return [f"advice: {advice.best.step_s:.2f} s a step ({advice.gain:.0%} less) by simulation; {base}",

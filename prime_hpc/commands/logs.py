@@ -2,7 +2,7 @@
 
     python -m prime_hpc.logs RUN [--process NAME ...] [--attempt N] [--follow]
 
-A line without a clock belongs to the last one of its process that has one.
+A line without a clock belongs to the last one of its process that has one. Exit code 1: there are no logs yet.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
-from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.errors import CommandLineError, ConfigProblem, nearest_name
 from prime_hpc.observe.logs import LogFile, LogLine, find_logs
 from prime_hpc.observe.run_facts import RunFacts, read_run
 
@@ -38,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def show() -> int:
         facts = read_run(args.run, args.attempt)
+        if not facts.logs:
+            print(f"{args.run} has no logs: no process of it was started yet", file=sys.stderr)
+            return 1
         chosen = args.process or [log.process for log in facts.logs]
         _check(chosen, facts)
         logs = [log for log in facts.logs if log.process in chosen]
@@ -110,7 +113,7 @@ def _check(chosen: list[str], facts: RunFacts) -> None:
     problems = [ConfigProblem("--process", name, expected, nearest_name(name, known)) for name in chosen
                 if name not in known]  # fmt: skip
     if problems:
-        raise ConfigurationError(problems)
+        raise CommandLineError(problems)
 
 
 if __name__ == "__main__":

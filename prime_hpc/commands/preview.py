@@ -1,5 +1,7 @@
 """Read what a run trains on: samples decoded, with every token in the colour of what becomes of it.
 
+Without colours, as in a pipe, tokens stand between marks such as {+pushed up+}.
+
 python -m prime_hpc.commands.preview RUN [--step N] [--count 4] [--source NAME]
 """
 
@@ -13,7 +15,7 @@ from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.errors import InfrastructureFailure
-from prime_hpc.observe.preview import Preview, legend
+from prime_hpc.observe.preview import Preview
 from prime_hpc.observe.records import SUFFIX, read_records, record_path
 from prime_hpc.plan.run_plan import load
 
@@ -42,11 +44,11 @@ def show(run: Path, step: int | None, count: int, source: str | None, console: C
         known = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
         raise InfrastructureFailure(f"no rollouts of step {step} in {paths.rollouts}; recorded are {known}")
     model = load(paths.plan).typed_config().model
-    preview = Preview.of(model)
+    preview = Preview.of(model, plain=console.color_system is None)
     if preview is None:
         raise InfrastructureFailure(f"{model.tokenizer or model.path} has no tokenizer.json to decode with")
     wanted = (r for r in read_records(record_path(paths.rollouts, step)) if source in (None, r["source"]))
-    console.print(f"batch {step}:", legend())
+    console.print(f"batch {step}:", preview.legend())
     for record in islice(wanted, count):
         for text in preview.render(record):
             console.print(text, soft_wrap=True)

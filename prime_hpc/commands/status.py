@@ -2,10 +2,12 @@
 
     python -m prime_hpc.status RUN [--watch] [--json]
     python -m prime_hpc.status RUN --ledger
+    python -m prime_hpc.status RUN --endpoint
 
-The ledger is what the run has cost over all its attempts, and what would make its steps shorter.
+The ledger is what the run has cost over all its attempts, and what would make its steps shorter. The endpoint is where
+other programs call the model that it serves: addresses, the model's name, the file with the token.
 
-Exit code 0, or 2 where there is no such run.
+Exit code 0, or 2 where there is no such run, or no endpoint.
 """
 
 import sys
@@ -19,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from prime_hpc.commands import cli
+from prime_hpc.commands.endpoint import find
 from prime_hpc.commands.ledger import render_ledger
 from prime_hpc.launchers.startup import describe
 from prime_hpc.observe.advisor import advise
@@ -37,9 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--ledger", action="store_true", help="waits, starts, recoveries, idle time, node-hours, advice"
     )
+    parser.add_argument("--endpoint", action="store_true", help="where the model is called: address, name, token")
     args = parser.parse_args(arguments)
 
     def show() -> int:
+        if args.endpoint:
+            print(find(args.run))
+            return 0
         if args.watch:
             return watch(args.run)
         if args.ledger:

@@ -1,10 +1,11 @@
 """Change a run while it works: pause sampling, let it go on, set a marked value.
 
+    python -m prime_hpc.commands.tune RUN
     python -m prime_hpc.commands.tune RUN paused=true
     python -m prime_hpc.commands.tune RUN paused=false optimizer.lr=2e-6 orchestrator.max_staleness=4
 
-Prints what is in force. The orchestrator takes changes over within seconds and logs them; they hold for later attempts
-too. A pause longer than trainer.batch_timeout_s ends the run.
+Prints all that is in force. The orchestrator takes changes over within seconds and logs them; they hold for later
+attempts too. A pause longer than trainer.batch_timeout_s ends the run.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import yaml
 from prime_hpc.cluster.live import Live, read_live, write_live
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
-from prime_hpc.config.live import LIVE, changed
+from prime_hpc.config.live import LIVE, changed, in_force
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.observe.run_facts import read_run
 from prime_hpc.plan.run_plan import load
 
 
@@ -29,9 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     def tune() -> int:
+        config = read_run(args.run).plan.typed_config()
         live = tuned(args.run, dict(args.changes))
         print(f"paused = {str(live.paused).lower()}")
-        for key, value in live.values.items():
+        for key, value in in_force(changed(config, live.values)).items():
             print(f"{key} = {value!r}")
         return 0
 

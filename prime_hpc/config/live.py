@@ -1,6 +1,7 @@
 """Values that may change while a run works: which, and whether a change makes sense."""
 
 import re
+from functools import reduce
 from typing import Any
 
 from prime_hpc.config.checks import find_conflicts
@@ -42,6 +43,12 @@ def take_over(config: RunConfig, other: RunConfig, keys: list[str]) -> None:
         for name in path:
             target, source = _step(target, name), _step(source, name)
         setattr(target, last, getattr(source, last))
+
+
+def in_force(config: RunConfig) -> dict[str, Any]:
+    """Every value of `config` that may change while the run works, by key."""
+    keys = [key.replace(".N.", f".{i}.") for key in LIVE for i in range(len(config.env.train) if ".N." in key else 1)]
+    return {key: reduce(_step, key.split("."), config) for key in keys}
 
 
 def _put(raw: dict[str, Any], key: str, value: Any) -> None:

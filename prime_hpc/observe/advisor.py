@@ -26,6 +26,8 @@ RECORDS = 20
 """Files of rollout records that are read, the newest."""
 WORTH = 0.05
 """Gain under which nothing is advised."""
+FAITHFUL = 0.2
+"""A simulation that misses the measured step by more than this share of it says nothing about other settings."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,36 @@ class Advice:
     overrides: list[str]
 
     @property
+    def error(self) -> float:
+        """By which share of the measured step its simulation misses it, below 0 where that is too quick."""
+        return self.now.step_s / self.measured_step_s - 1
+
+    @property
+    def faithful(self) -> bool:
+        return abs(self.error) <= FAITHFUL
+
+    @property
     def gain(self) -> float:
         """Share of a step's seconds that would be saved."""
         return 1 - self.best.step_s / self.now.step_s
 
 
 def advise(run_dir: Path, plan: RunPlan) -> Advice | None:
-    """The best split of the GPUs and bound on staleness; None where too little was measured to tell."""
+    """The best split of the GPUs and bound on staleness; None where too little was measured to tell.
+
+    There are no overrides where it is the run's own, or where the simulation is not `faithful`.
+    """
     paths, config = RunPaths(run_dir), plan.typed_config()
     rows = [row for row in read_metrics(paths.metrics).values() if "time/step" in row][SETTLED:]
     timings = read_timings(paths, rows)
     if timings is None:
         return None
-    now = simulate(setting_of(config), timings)
+    measured_s, now = float(np.mean([row["time/step"] for row in rows])), simulate(setting_of(config), timings)
+    if not (as_it_is := Advice(measured_s, now, now, [])).faithful:
+        return as_it_is
     tried = [(simulate(setting, timings), overrides) for setting, overrides in alternatives(config, plan)]
     best, overrides = min([(now, []), *tried], key=lambda pair: pair[0].step_s)
-    if best.step_s > (1 - WORTH) * now.step_s:
-        best, overrides = now, []
-    return Advice(float(np.mean([row["time/step"] for row in rows])), now, best, overrides)
+    return as_it_is if best.step_s > (1 - WORTH) * now.step_s else Advice(measured_s, now, best, overrides)
 
 
 def read_timings(paths: RunPaths, rows: list[Row]) -> Timings | None:

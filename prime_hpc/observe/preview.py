@@ -1,4 +1,4 @@
-"""Samples as people read them: decoded, with what trains in colour."""
+"""Samples as people read them: decoded, with what trains in colour, or between marks where there are no colours."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -21,19 +21,25 @@ STYLES = {
 }
 """What becomes of a token: said by others; advantage above, below 0; cross-entropy or distillation; advantage 0;
 sampled, but out of the mask or in a sample that did not train."""
+MARKS = {"pushed up": "+", "pushed down": "-", "learned": "~", "no gradient": "=", "left out": "?"}
+"""Stand within braces around tokens in plain text; context has none."""
 
 
 class Preview:
-    """Decodes with a model's tokenizer."""
+    """Decodes with a model's tokenizer. `plain` text is marked."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, plain: bool = False):
+        self._tokenizer, self._plain = tokenizer, plain
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "Preview | None":
+    def of(cls, model: ModelConfig, *, plain: bool = False) -> "Preview | None":
         """None where the tokenizer has no `tokenizer.json`."""
         path = Path(model.tokenizer or model.path) / "tokenizer.json"
-        return cls(Tokenizer.from_file(str(path))) if path.exists() else None
+        return cls(Tokenizer.from_file(str(path)), plain=plain) if path.exists() else None
+
+    def legend(self) -> Text:
+        """The styles by name."""
+        return Text("  ").join(self._styled(name, name) for name in STYLES)
 
     def render(self, record: dict[str, Any]) -> Iterator[Text]:
         """A heading and a text for each sample of a rollout record."""
@@ -47,13 +53,12 @@ class Preview:
         made = Text()
         for fate, run in groupby(zip(fates(sample), sample["token_ids"], strict=True), key=lambda pair: pair[0]):
             ids = [token for _, token in run]
-            made.append(self._tokenizer.decode(ids, skip_special_tokens=False), style=STYLES[fate])
+            made.append(self._styled(fate, self._tokenizer.decode(ids, skip_special_tokens=False)))
         return made
 
-
-def legend() -> Text:
-    """The styles by name."""
-    return Text("  ").join(Text(name, style=style) for name, style in STYLES.items())
+    def _styled(self, fate: str, text: str) -> Text:
+        mark = MARKS.get(fate) if self._plain else None
+        return Text(f"{{{mark}{text}{mark}}}" if mark else text, style=STYLES[fate])
 
 
 def fates(sample: dict[str, Any]) -> list[str]:

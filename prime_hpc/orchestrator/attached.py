@@ -12,6 +12,7 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.config.fleet_checks import KEY
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models.fingerprint import fingerprint
+from prime_hpc.observe.resumption import find_ended_fleet
 from prime_hpc.observe.run_facts import read_run
 
 CLAIM_S = 60.0
@@ -108,7 +109,9 @@ class Attachment:
     def _check(self, engine: Addressed, reply: Reply, model: str) -> ConfigProblem | None:
         where = f"{engine.name} at {engine.base_url}"
         if isinstance(reply, httpx.HTTPError):
-            return ConfigProblem(KEY, where, f"an engine that answers, not {type(reply).__name__} {reply}")
+            silent = ConfigProblem(KEY, where, f"an engine that answers, not {type(reply).__name__} {reply}")
+            fleet = self._config.inference.attach.run
+            return (find_ended_fleet(Path(fleet)) if fleet is not None else None) or silent
         if reply.status_code == REFUSED:
             return ConfigProblem(KEY, where, "the token of these engines: with `urls`, the one in `token_file`")
         if in_use(reply):

@@ -15,7 +15,7 @@ from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.observe.curve import draw_reward_curve
 from prime_hpc.observe.monitor import Monitor, read_metrics
-from prime_hpc.observe.preview import Preview, legend
+from prime_hpc.observe.preview import Preview
 from prime_hpc.observe.records import BatchManifest, RolloutRecorder, read_records, record_path
 from prime_hpc.orchestrator.batches import Batch, BatchShelf
 from prime_hpc.orchestrator.fleet import UpdateTimes
@@ -71,7 +71,7 @@ class Ledger:
     def _show(self, preview: Preview, step: int) -> None:
         """Print a few samples of a recorded batch, so that a mistake in template or mask meets the eye at once."""
         console = Console(file=sys.stderr, force_terminal=True, highlight=False)
-        console.print("what trains in the first batch:", legend())
+        console.print("what trains in the first batch:", preview.legend())
         for record in islice(read_records(record_path(self._role.paths.rollouts, step)), SHOWN_ROLLOUTS):
             for text in preview.render(record):
                 console.print(text, soft_wrap=True)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from prime_hpc.cluster import secrets
-from prime_hpc.commands import chat
+from prime_hpc.commands import chat, status
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import take_status
 from tests.integration.runs import LocalRun
@@ -84,6 +84,10 @@ def test_people_talk_to_it_through_the_router(
     assert replies == ["cba", "olleh"]
     assert chat.main([str(fleet.root / "absent")]) == 2
     assert take_status(read_run(fleet.root)).phase == "serving"
+    assert status.main([str(fleet.root), "--endpoint"]) == 0
+    router, model, token = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert router == ["router-0", fleet.record("router-0")["base_url"] + "/v1"] and model == ["model", "policy"]
+    assert Path(token[1]).read_text() == secrets.token_file(fleet.root).read_text()
 
 
 @pytest.mark.usefixtures("same_home")

@@ -1,15 +1,20 @@
 """A run whose values change while it works, and its last step once more from what it left behind."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from prime_hpc.commands.preview import main as preview
 from prime_hpc.commands.tune import tuned
 from tests.integration.runs import REPOSITORY, ForkedRun
 
 
-def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_step_comes_out_again_bit_by_bit(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ForkedRun(tmp_path, tiny_model, "first", "max_steps=6", "checkpoint.every=4", "trainer.ranks=2",
                    "optimizer.lr=1e-3", "inference.engine_args={skill0: 0.4, token_s: 0.02}")  # fmt: skip
     run.wait_for_step(1)
@@ -22,6 +27,9 @@ def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> 
     rates = {row["step"]: row["optim/lr"] for row in run.metrics if "loss" in row}
     assert rates[1] == 1e-3 and rates[6] == 5e-4
     assert preview([str(run.root), "--step", "2", "--count", "1"]) == 0
+    legend, _, *shown = capsys.readouterr().out.splitlines()
+    assert legend.startswith("batch 2: context  {+pushed up+}  {-pushed down-}"), "marks where there are no colours"
+    assert re.search(r"\{([-+=?]).*\1\}", "".join(shown))
 
     replay = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"]
     done = subprocess.run(replay, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)

@@ -1,6 +1,7 @@
 """The commands, called as from a shell: what they print, write and return."""
 
 import json
+import shutil
 import time
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from prime_hpc.config.schema import to_dict
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.status import take_status
 from tests.unit.run_dirs import PROCESSES, START, RunDir, clocks
+from tools import show_summary
 
 
 @pytest.fixture
@@ -55,7 +57,9 @@ def test_doctor_as_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("command", [doctor, logs, resume, status, stop])
 def test_a_directory_without_a_run_is_refused(command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path)]) == 2
-    assert "expected a run directory, with a plan.json" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("CommandLineError: 1 problem in the command line:\n  RUN = ")
+    assert "expected a run directory, with a plan.json" in complaint
 
 
 def test_status_says_how_long_the_run_took_to_its_first_step(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +199,19 @@ def test_logs_of_one_process_and_of_an_earlier_attempt(run: RunDir, capsys: pyte
     assert capsys.readouterr().out == "100%|xx| 2/2\nfirst\nrestarted\n"
     assert logs.main([str(run.paths.root)]) == 0
     assert capsys.readouterr().out == "trainer-0 second\n"
+
+
+def test_logs_of_a_run_that_was_never_started(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run.paths.root / "logs")
+    assert logs.main([str(run.paths.root)]) == 1
+    assert capsys.readouterr().err == f"{run.paths.root} has no logs: no process of it was started yet\n"
+
+
+def test_a_run_without_a_summary(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    revive(run)
+    assert show_summary.main([str(run.paths.root)]) == 1
+    assert "has no summary, which is written at the end of a run; it is starting: " in capsys.readouterr().err
+    assert show_summary.main([str(tmp_path)]) == 2
 
 
 def test_logs_of_an_unknown_process(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

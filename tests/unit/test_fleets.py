@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 from prime_hpc.cluster import secrets
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import Role
+from prime_hpc.commands import chat, status
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
-from prime_hpc.errors import ConfigurationError, EngineInUse
+from prime_hpc.errors import ConfigurationError, EngineInUse, InferenceFailure
 from prime_hpc.inference.claims import Claims
 from prime_hpc.inference.protocol import ClaimRequest
 from prime_hpc.launchers import credentials
@@ -160,6 +161,29 @@ def test_a_fleet_that_has_ended_is_named_with_how_to_start_it(tmp_path: Path) ->
     with pytest.raises(ConfigurationError, match="this one has ended"):
         RunStart.resolve(config, experiment=None, origins=[])
     assert not (tmp_path / "mine").exists(), "the name is not used up"
+
+
+def test_who_calls_a_model_hears_which_engine_is_not_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = RunDir(tmp_path / "fleet")
+    fleet.lease(at=time.time() - START)
+    fleet.record("inference-0", "starting", at=1)
+    for command in (chat.main, lambda arguments: status.main([*arguments, "--endpoint"])):
+        assert command([str(fleet.paths.root)]) == 2
+        assert capsys.readouterr().err.endswith("fleet is ready: inference-0 is starting\n")
+    fleet.record("inference-0", "ready", at=1, base_url="http://e0")
+    assert status.main([str(fleet.paths.root), "--endpoint"]) == 0
+    token = secrets.token_file(fleet.paths.root)
+    assert capsys.readouterr().out == f"inference-0  http://e0/v1\nmodel        policy\ntoken        {token}\n"
+    fleet.event("interrupted", at=2, reason="ada asked")
+    assert chat.main([str(fleet.paths.root)]) == 2
+    assert "fleet is not at work; to start it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", ['{"error": "no engine"}', '{"error": {"message": "no engine"}}', "no engine"])
+def test_an_answer_of_a_server_is_told_by_its_reason(body: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(503, text=body))
+    with pytest.raises(InferenceFailure, match="answered 503: no engine$"):
+        chat.ask_model(httpx.Client(base_url="http://e0", transport=transport))
 
 
 def test_a_launcher_gives_the_claim_of_its_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import zstandard
+from rich.console import Console
 
 from prime_hpc.commands import status
+from prime_hpc.commands.ledger import render_ledger
 from prime_hpc.config.schema import parse
 from prime_hpc.observe.advisor import advise, alternatives, setting_of
 from prime_hpc.observe.ledger import Recovery, read_ledger
@@ -104,12 +106,12 @@ def test_pauses_for_updates_hold_rollouts_up() -> None:
     assert simulate(Setting(8, 4, 8, max_staleness=8), held).step_s == pytest.approx(3.0)
 
 
-def measured_run(root: Path, **sections: Any) -> Any:
-    """A run whose steps took 3 s: 2 s for rollouts, then 1 s of training."""
+def measured_run(root: Path, step_s: float = 3.0, **sections: Any) -> Any:
+    """A run whose rollouts took 2 s, and whose steps ended with 1 s of training."""
     config = parse({"launcher": {"name": "slurm_hetjob"}, **sections})
     plan = build_plan(config, root, Attempt(), gpus=0)
     (root / "rollouts").mkdir(parents=True)
-    rows = [{"step": i, "time": 0.0, "loss": 0.0, "time/step": 3.0, "time/wait_for_batch": 2.0, "update/pause_s": 0.0,
+    rows = [{"step": i, "time": 0.0, "loss": 0.0, "time/step": step_s, "time/wait_for_batch": step_s - 1, "update/pause_s": 0.0,
              "time/forward_backward": 0.9, "time/optimizer": 0.1} for i in range(1, 9)]  # fmt: skip
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     records = b"".join(msgspec.json.encode({"rollout_id": f"g-{i}", "seconds": s, "failure": f}) + b"\n"
@@ -126,9 +128,22 @@ def test_a_synchronous_run_is_advised_to_overlap(tmp_path: Path) -> None:
     assert advice.overrides == ["orchestrator.max_staleness=1"] and advice.gain == pytest.approx(1 / 3)
 
 
+def test_a_simulation_that_misses_what_was_measured_advises_nothing(tmp_path: Path) -> None:
+    """Eight rollouts of 2 s, sampled four at a time beside the training, take 4 s, where a step was measured at 3 s."""
+    half = {"batch_size": 8, "group_size": 4, "max_inflight": 4}
+    advice = advise(tmp_path, measured_run(tmp_path, orchestrator=half, cluster={"gpus_per_node": 0}))
+    assert advice is not None and (advice.faithful, advice.overrides) == (False, [])
+    ledger = read_ledger(RunDir(tmp_path / "mine").paths.root, START)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render_ledger(ledger, advice))
+    assert shown.get().splitlines()[-1] == (
+        "advice: none, as the simulation misses the measured step by 33% (4.00 s in place of 3.00 s)")  # fmt: skip
+
+
 def test_a_run_that_waits_for_rollouts_is_advised_to_move_nodes(tmp_path: Path) -> None:
     cluster = {"gpus_per_node": 2, "components": {"trainer": {"nodes": 3}}}
-    plan = measured_run(tmp_path, orchestrator={"batch_size": 8, "group_size": 4}, inference={"replicas": 2},
+    plan = measured_run(tmp_path, 2.0, orchestrator={"batch_size": 8, "group_size": 4}, inference={"replicas": 2},
                         trainer={"ranks": 6}, cluster=cluster)  # fmt: skip
     advice = advise(tmp_path, plan)
     assert advice is not None and advice.best.step_s == pytest.approx(1.5)
