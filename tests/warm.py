@@ -3,11 +3,9 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-from tools.forked import PRELOADED
-
 
 def warm_context() -> ForkServerContext:
     """Its `Process` is such a process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel_support", "tests.trainer_support", *PRELOADED])
+    context.set_forkserver_preload(["tools.preloaded", "tests.parallel_support", "tests.trainer_support"])
     return context

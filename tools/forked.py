@@ -23,8 +23,6 @@ from prime_hpc.launchers.children import Child, log_file
 from prime_hpc.plan.run_plan import ProcessPlan
 from prime_hpc.plan.units import Unit
 
-PRELOADED = ["tools.forked", "prime_hpc.trainer.loop", "prime_hpc.orchestrator.loop", "prime_hpc.envs.worker",
-             "prime_hpc.envs.reverse_text", "tests.fake_engine.__main__"]  # fmt: skip
 POLL_S = 0.005
 
 
@@ -49,7 +47,7 @@ class Forked:
 
 
 class ForkedStarter(local.LocalStarter):
-    """Starts the processes of a unit as forks of the launcher, which has imported `PRELOADED`.
+    """Starts the processes of a unit as forks of the launcher, which has imported `tools.preloaded`.
 
     A library whose threads were at work in the launcher would stand still in them.
     """
@@ -81,7 +79,6 @@ def become(command: list[str], env: dict[str, str], log: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
-        importlib.import_module(name)
+    importlib.import_module("tools.preloaded")
     local.LocalStarter = ForkedStarter
     launch.cli()
