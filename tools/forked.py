@@ -8,9 +8,11 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from prime_hpc.launchers.children import Child, log_file
 from prime_hpc.plan.run_plan import ProcessPlan
 from prime_hpc.plan.units import Unit
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 POLL_S = 0.005
 
 
@@ -45,6 +48,21 @@ class Forked:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return code
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen | Forked
+Start = Callable[[list[str], dict[str, str], Path], Process]
+"""Starts a command with an environment, in a session of its own; what it says is added to a file."""
+
 
 class ForkedStarter(local.LocalStarter):
     """Starts the processes of a unit as forks of the launcher, which has imported `tools.preloaded`.
@@ -63,6 +81,12 @@ class ForkedStarter(local.LocalStarter):
         while process.is_alive() and os.getsid(process.pid) != process.pid:  # else it could not be found to be stopped
             time.sleep(POLL_S)
         return Child(plan, Forked(process), log)
+
+
+def start_afresh(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+    """As a user does it."""
+    with log.open("ab") as output:
+        return subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=output, stderr=output, start_new_session=True)
 
 
 def become(command: list[str], env: dict[str, str], log: Path) -> None:

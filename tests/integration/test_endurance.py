@@ -126,7 +126,7 @@ def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: ForkedRun, tiny_
 def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that_time(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    run = ForkedRun(tmp_path, tiny_model, "damaged", "max_steps=40", "update.keep_versions=50", *QUICK)
+    run = ForkedRun(tmp_path, tiny_model, "damaged", "max_steps=16", "update.keep_versions=50", *QUICK)
     run.wait_for_step(10)
     oldest, *newer = complete_steps(run.root / "checkpoints")
     for step in newer:
@@ -135,7 +135,7 @@ def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that
     code, text = run.wait()
     assert code == 0, text
     assert read_forks(run.root / "forks.json")[0].step == oldest
-    assert_whole(run, 40)
+    assert_whole(run, 16)
     assert kinds(run, "orchestrator") == [], "it took the batches from its journal without a restart"
 
 

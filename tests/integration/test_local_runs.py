@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
     evaluated = ("env.eval.every=2", "env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, "
                  "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
     first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
-    second = LocalRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
+    second = ForkedRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
                       "inference.replicas=2", "monitor.wandb=offline", f"cluster.scratch={output}",
                       "orchestrator.max_inflight=auto")  # fmt: skip
     for run in (first, second):
