@@ -121,3 +121,9 @@ class ForkedRun(LocalRun):
 
     def _start(self, command: list[str], env: dict[str, str]) -> Process:
         return start_warm(command, env, self._output)
+
+
+def launch_forked(output: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of `python -m prime_hpc.launch ARGUMENTS`, whose processes are forked in that way, too."""
+    command = [sys.executable, "-m", ForkedRun.launcher, *arguments]
+    return start_warm(command, dict(os.environ), output).wait(600), output.read_text()

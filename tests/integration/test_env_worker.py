@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,8 +33,9 @@ from prime_hpc.transport.messages import (
 )
 from tests.integration import scripted_engine as script
 from tests.integration.zoo import MODES
+from tests.warm import start_warm
+from tools.forked import Process, start_afresh
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = ("env-reverse_text-0", "env-zoo-0", "env-zoo-1", "env-absent-0")
 DEADLINE_S = 240.0
 
@@ -82,11 +82,11 @@ class Orchestrator:
         self.paths.plan.write_bytes(RunPlan(name="r", run_dir=str(self.paths.root), attempt=1, nodes=1, forks=[],
                                             checkpoint=None, processes=processes, config=config).dump())  # fmt: skip
 
-    def _start(self, name: str) -> subprocess.Popen:
+    def _start(self, name: str) -> Process:
+        """The first as a user starts it; the others are forked, since verifiers takes seconds to load."""
         env = {**os.environ, "PRIME_HPC_SOURCE": name.split("-")[1], "PRIME_HPC_SOURCE_KIND": "train"}
         command = [sys.executable, "-m", "prime_hpc.envs", str(self.paths.plan), "--process", name]
-        with self.log(name).open("wb") as log:
-            return subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=log, stderr=log)
+        return (start_afresh if name == WORKERS[0] else start_warm)(command, env, self.log(name))
 
     def log(self, name: str) -> Path:
         return self.paths.root / f"{name}.log"
