@@ -142,7 +142,10 @@ def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra
 
 @pytest.fixture(scope="module")
 def engine(orchestrator: Orchestrator) -> Iterator[script.ScriptedEngine]:
+    """One worker is to block from the start: it takes a while to be ended, so that the last tests ask for it."""
     with script.ScriptedEngine(orchestrator.keys.token) as running:
+        orchestrator.hello("env-zoo-1")
+        orchestrator.send("env-zoo-1", request(running, "blocks", MODES.index("block"), limit_s=1.0))
         yield running
 
 
@@ -267,9 +270,8 @@ def test_cancelled_rollout_is_answered_as_cancelled(orchestrator: Orchestrator, 
     assert (failure.kind, failure.type) == ("infrastructure", "Cancelled")
 
 
-def test_blocking_environment_ends_its_process(orchestrator: Orchestrator, engine: script.ScriptedEngine) -> None:
-    orchestrator.hello("env-zoo-1")
-    orchestrator.send("env-zoo-1", request(engine, "blocks", MODES.index("block"), limit_s=1.0))
+@pytest.mark.usefixtures("engine")
+def test_blocking_environment_ends_its_process(orchestrator: Orchestrator) -> None:
     assert orchestrator.wait_exit("env-zoo-1") == EXIT_BLOCKED
     log = orchestrator.log("env-zoo-1").read_text()
     assert "the event loop has stood still" in log and "zoo.py" in log
