@@ -123,7 +123,7 @@ def test_an_engine_that_hangs_or_runs_out_of_memory_is_left_behind(tmp_path: Pat
         if kind == "out_of_memory":
             assert await asyncio.to_thread(made.engines.processes["inference-1"].wait, 30) != 0
 
-    with fake_rig(tmp_path / "run", tiny_model, transport="nccl", stall_s=4, timeout_s=15) as made:
+    with fake_rig(tmp_path / "run", tiny_model, transport="nccl", stall_s=4, timeout_s=10) as made:
         asyncio.run(follow(made))
 
 
