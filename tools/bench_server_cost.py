@@ -1,10 +1,9 @@
-"""CPU time a token of processes that answer requests, one beside another: `python -m tools.bench_server_cost`.
+"""Servers of one machine asked in turn: tokens a second, and CPU time a token of the processes that answer.
 
     python -m tools.bench_server_cost --server ours http://localhost:8000 --server plain http://localhost:8001
 
 Where a fast model computes in a process of its own (`VLLM_ENABLE_V1_MULTIPROCESSING=1` on a CPU), the one that answers
-bounds tokens a second. Its CPU time can be compared on a machine that has other work, too: the servers are asked in
-turn, and the median turn counts.
+bounds tokens a second. Its CPU time can be compared on a machine that has other work, too: the median turn counts.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import psutil
 
 from prime_hpc.orchestrator.offer import Shape, Target, offer
 
-LOADS = (("completions", 1), ("completions", 64), ("generate", 64))
+LOADS = (("completions", 1), ("completions", 64), ("generate", 1), ("generate", 64))
 """Route and requests at once."""
 
 
@@ -29,6 +28,14 @@ class Server:
     name: str
     target: Target
     process: psutil.Process
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens a second, and microseconds of user and system time that the process takes for a sampled token."""
+
+    tokens_per_s: float
+    us: float
 
 
 def main() -> None:
@@ -58,26 +65,33 @@ def servers(options: argparse.Namespace) -> list[Server]:
 async def measure(asked: list[Server], options: argparse.Namespace) -> list[str]:
     """A line for each load and server."""
     lines = []
-    for route, concurrency in LOADS:
+    for number, (route, concurrency) in enumerate(LOADS):
         shape = Shape(options.prompt_tokens, options.reply_tokens, options.vocabulary, route=route)
         load: dict[str, Any] = {"concurrency": concurrency, "requests": max(16, options.requests * concurrency)}
-        costs: dict[str, list[float]] = {server.name: [] for server in asked}
+        turns: dict[str, list[Cost]] = {server.name: [] for server in asked}
         for turn in range(options.turns + 1):
             for server in asked[turn % len(asked) :] + asked[: turn % len(asked)]:
-                cost = await cost_us(server, shape, seed=turn, **load)
-                costs[server.name] += [cost] if turn else []  # the first turn warms up
-        lines += [f"{route:<12} {concurrency:>3} at once  {name:<12} {statistics.median(each):7.1f} us a token"
-                  f"  ({min(each):.1f} to {max(each):.1f})" for name, each in costs.items()]  # fmt: skip
+                # no prompt comes twice, as not every server would find it in its prefix cache
+                cost = await ask_in_turn(server, shape, seed=len(LOADS) * turn + number, **load)
+                turns[server.name] += [cost] if turn else []  # the first turn warms up
+        lines += [f"{route:<12} {concurrency:>3} at once  {name:<12} {summary(costs)}" for name, costs in turns.items()]
     return lines
 
 
-async def cost_us(server: Server, shape: Shape, **load: Any) -> float:
-    """Microseconds of user and system time that the process takes for a sampled token."""
+def summary(costs: list[Cost]) -> str:
+    """Medians, and the least and the most."""
+    speeds, times = [cost.tokens_per_s for cost in costs], [cost.us for cost in costs]
+    return (f"{statistics.median(speeds):9.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f})"
+            f"  {statistics.median(times):7.1f} us a token ({min(times):.1f} to {max(times):.1f})")  # fmt: skip
+
+
+async def ask_in_turn(server: Server, shape: Shape, **load: Any) -> Cost:
+    """What the answers to one load cost."""
     before = server.process.cpu_times()
     level = await offer([server.target], shape, **load)
     after = server.process.cpu_times()
     tokens = sum(timing.tokens for timing in level.timings)
-    return 1e6 * (after.user + after.system - before.user - before.system) / tokens
+    return Cost(tokens / level.seconds, 1e6 * (after.user + after.system - before.user - before.system) / tokens)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ STEPS, WARM_UP = 5, 2
 LORA_RANK = 16
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05}  # fmt: skip
+         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "initializer_range": 0.05}  # fmt: skip
 LARGE = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12,
          "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
 SPARSE = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
@@ -90,8 +90,11 @@ def layouts(ranks: int, names: list[str]) -> list[Layout]:
     return [layout for layout in every if layout in chosen or (layout.degrees is None and layout.model in models)]
 
 
-def make_config(directory: Path, layout: Layout, dtype: str) -> RunConfig:
+def make_config(directory: Path, layout: Layout, dtype: str, ranks: int) -> RunConfig:
+    """A run of so many ranks, all on this node unless torchrun says otherwise."""
     config = RunConfig()
+    config.trainer.ranks = ranks
+    config.cluster.components.trainer.nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     config.model.path, config.model.impl = str(directory), "native"
     config.trainer.dtype, config.lora.rank = dtype, layout.lora_rank
     config.trainer.parallel = ParallelConfig(**(layout.degrees or {}))
@@ -134,7 +137,7 @@ def accumulate(policy: PolicyModel, rows: list[PackedRow], world: World) -> torc
 
 def find_gradients(directory: Path, layout: Layout, dtype: str, rows: list[PackedRow], device: torch.device) -> Any:
     """All gradients as one vector in float32."""
-    config = make_config(directory, layout, dtype)
+    config = make_config(directory, layout, dtype, dist.get_world_size())
     world = open_world(layout, config, device)
     policy = build_policy(config, world)
     load_weights(policy, directory)
@@ -176,7 +179,7 @@ def measure(layout: Layout, root: Path, device: torch.device) -> dict[str, Any]:
     gc.collect()  # the modules of the layout before hang together in cycles, and their weights would count
     ranks, on_gpu = dist.get_world_size(), device.type == "cuda"
     directory = root / f"{layout.model_type} large"
-    config = make_config(directory, layout, "bfloat16" if on_gpu else "float32")
+    config = make_config(directory, layout, "bfloat16" if on_gpu else "float32", ranks)
     world = open_world(layout, config, device)
     policy = build_policy(config, world)
     initialise(policy, seed=0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Differentiate = Callable[..., Tensor]
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def score_tokens(
@@ -37,7 +38,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normaliser = (torch.empty_like(temperatures) for _ in range(3))
-        score, _ = _passes(hidden.device)
+        score, *_ = _passes(hidden.device)
         for rows in _chunks(len(targets), chunk):
             logits = hidden[rows] @ weight.T
             logprobs[rows], entropy[rows], normaliser[rows] = score(logits, targets[rows], temperatures[rows])
@@ -50,23 +51,23 @@ class _Scores(torch.autograd.Function):
         hidden, weight, *tokens = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
-        _, differentiate = _passes(hidden.device)
+        _, differentiate, accumulate = _passes(hidden.device)
         for rows in _chunks(len(hidden), ctx.chunk):
             logits = hidden[rows] @ weight.T
             grad_logits = differentiate(logits, *(t[rows] for t in (*tokens, grad, entropy_grad)))
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
+                accumulate(grad_weight, grad_logits.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _passes(device: torch.device) -> tuple[Score, Differentiate]:
-    """How the logits of a chunk become scores, and gradients: by kernels of our own on a GPU."""
+def _passes(device: torch.device) -> tuple[Score, Differentiate, Accumulate]:
+    """How a chunk of logits becomes scores and gradients, and how those of the weight are summed."""
     if device.type != "cuda":
-        return score, differentiate
+        return score, differentiate, accumulate
     from prime_hpc.trainer import head_kernels
 
-    return head_kernels.score, head_kernels.differentiate
+    return head_kernels.score, head_kernels.differentiate, head_kernels.accumulate
 
 
 def score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +94,11 @@ def differentiate(
     by_logprob = (grad / temperatures)[:, None] * (onehot.to(probs.dtype) - probs)
     by_entropy = (entropy_grad / temperatures)[:, None] * probs * (scores + entropy[:, None])
     return (by_logprob - by_entropy).to(logits.dtype)
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b"""
+    total += a @ b
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""The arithmetic between the two products of the LM head, in one pass over a chunk of logits each way (Triton).
+"""The arithmetic between the products of the LM head, in one pass over a chunk of logits each way (Triton).
 
 In the precision of the temperatures, which is that of the scores; logits are contiguous.
 """
@@ -35,6 +35,11 @@ def differentiate(
     tokens = (x.contiguous() for x in (targets, temperatures, normaliser, entropy, grad, entropy_grad))
     _differentiate[(rows, triton.cdiv(vocabulary, BLOCK))](logits, *tokens, vocabulary, BLOCK=BLOCK, num_warps=WARPS)
     return logits
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`head.accumulate`, without rounding the product to the precision of `a` and `b` in between."""
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.gpu
 
 PROMPT = [1, 9, 4, 17, 22, 2]
 REQUESTS, TOKENS = 32, 1500
-MEAN_ERROR, TOKEN_ERROR = 0.15, 0.6
-"""Of log-probabilities in bfloat16, where 0.04 to 0.09 was measured; another policy is off by 1.7 on average."""
+MEAN_ERROR, OTHER_ERROR = 0.05, 0.6
+"""Of log-probabilities in bfloat16 by those in float32: 0.012 was measured, and 1.7 by those of another policy."""
 VLLM = {"gpu_memory_utilization": 0.2, "max_num_seqs": 64}
 Policies = tuple[Path, dict[str, torch.nn.Module]]
 
@@ -42,8 +42,8 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
         path = root / (f"v{version}" if step else "base")
         make_char_tokenizer(path)
         torch.manual_seed(step)
-        models[str(version)] = Qwen3ForCausalLM(config).to(torch.bfloat16)
-        models[str(version)].save_pretrained(path)
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+        models[str(version)] = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
         if step:
             seal(path, version, "bfloat16")
     return root, {version: model.cuda().eval() for version, model in models.items()}
@@ -85,13 +85,19 @@ def test_every_span_has_the_logprobs_of_its_version(server: EngineProcess, polic
     root, models = policies
     sampling = {"ignore_eos": True, "max_tokens": TOKENS}
     with ThreadPoolExecutor(REQUESTS) as pool:
+        # kernels are compiled by the first batches, so that spans have no length to count on
+        warm_up = [
+            pool.submit(server.generate, PROMPT, f"w{i}", ignore_eos=True, max_tokens=64) for i in range(REQUESTS)
+        ]
+        wait(warm_up)
         futures = [pool.submit(server.generate, PROMPT, f"r{i}", **sampling) for i in range(REQUESTS)]
         while server.state()["running"] < REQUESTS:
             time.sleep(0.01)
         for version in ("0.1", "0.2"):
-            time.sleep(1.0)
+            time.sleep(0.3)
             update(server, root, version)
         choices = [future.result() for future in futures]
+    bounds = []
     for i, choice in enumerate(choices):
         (stamp,) = server.stamps(f"r{i}")
         assert (stamp["tokens"], stamp["crc"]) == (TOKENS, checksum(choice["token_ids"]))
@@ -99,9 +105,11 @@ def test_every_span_has_the_logprobs_of_its_version(server: EngineProcess, polic
         errors = {version: error_by_token(model, choice) for version, model in models.items()}
         for version, begin, end in stamp["spans"]:
             means = {v: errors[v][begin:end].mean().item() for v in models}
-            assert means.pop(version) < MEAN_ERROR
-            assert min(means.values()) > TOKEN_ERROR
-            assert errors[version][[begin, end - 1]].max() < TOKEN_ERROR
+            own = means.pop(version)
+            assert own < MEAN_ERROR and min(means.values()) > OTHER_ERROR, (i, stamp["spans"], version, own, means)
+            bounds.append(errors[version][[begin, end - 1]])
+    # of one token a wrong version may be near the right one by chance, not of one token of every request
+    assert (torch.stack(bounds).unflatten(0, (REQUESTS, -1)).mean(0) < MEAN_ERROR).all()
 
 
 def test_it_leaves_quickly(server: EngineProcess) -> None:
