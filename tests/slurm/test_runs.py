@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.slurm_runs import SlurmRun, assert_whole
+from tests.slurm.slurm_runs import SLOW_TOKENS, SlurmRun, assert_whole
 from tools.slurm_sandbox import SlurmSandbox
 
 pytestmark = pytest.mark.slurm
@@ -34,8 +34,8 @@ def test_a_job_goes_on_when_its_processes_die_and_when_it_is_requeued(
     slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path
 ) -> None:
     """Processes are started again inside the job, which outlives its controller, too; and requeued it goes on by
-    itself."""
-    run = SlurmRun(slurm, tmp_path, tiny_model, "killed", "max_steps=24")
+    itself. Tokens are slow, so that the steps are not over before all that."""
+    run = SlurmRun(slurm, tmp_path, tiny_model, "killed", "max_steps=24", SLOW_TOKENS)
     victims = {"trainer": "trainer-1", "inference-0": "inference-0", "orchestrator": "orchestrator-0",
                "env-reverse_text-0": "env-reverse_text-0"}  # fmt: skip
     for step, (unit, process) in enumerate(victims.items(), start=4):
