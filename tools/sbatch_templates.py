@@ -77,13 +77,15 @@ TEMPLATES = {
         [*RL, "launcher=slurm_hetjob"], CPU_NODE),
     "single_rl": Template(
         "RL in one allocation of equal nodes; here a single node, half for engines and half for the trainer.",
-        ["+experiment=reverse_text", WARMED_UP, *TWO_NODES, "inference.replicas=4", "trainer.ranks=4", "launcher=slurm_single"]),
+        ["+experiment=reverse_text", WARMED_UP, *TWO_NODES, "inference.replicas=4", "trainer.ranks=4",
+         "launcher=slurm_single"]),
     "sft": Template(
         "SFT on two nodes.",
         ["+experiment=reverse_text_sft", *TWO_NODES, "trainer.ranks=16", "launcher=slurm_hetjob"]),
     "inference": Template(
-        "Engines only, until the time limit. The address of their router comes in outputs/inference/rendezvous/router-0.json.",
-        ["+experiment=serve", "model.path=models/smollm2", *TWO_NODES, "inference.replicas=8", "launcher=slurm_hetjob"]),
+        "Engines only, until the time limit.\nThe address of their router comes in outputs/inference/rendezvous/router-0.json.",
+        ["+experiment=serve", "model.path=models/smollm2", *TWO_NODES, "inference.replicas=8",
+         "launcher=slurm_hetjob"]),
     "chained_rl": Template(
         "RL for longer than one job may take: before the time limit the run saves, submits its successor, and leaves.",
         [*RL, "launcher=slurm_hetjob", *SITE, *CPU_NODE, "cluster.requeue=false"]),
