@@ -83,7 +83,8 @@ TEMPLATES = {
         "SFT on two nodes.",
         ["+experiment=reverse_text_sft", *TWO_NODES, "trainer.ranks=16", "launcher=slurm_hetjob"]),
     "inference": Template(
-        "Engines only, until the time limit.\nTheir router's address comes in outputs/inference/rendezvous/router-0.json.",
+        "Engines only, until the time limit.\n"
+        "Their router's address comes in outputs/inference/rendezvous/router-0.json.",
         ["+experiment=serve", "model.path=models/smollm2", *TWO_NODES, "inference.replicas=8",
          "launcher=slurm_hetjob"]),
     "chained_rl": Template(
