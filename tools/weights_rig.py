@@ -65,7 +65,7 @@ class Engines:
             try:
                 process.wait(15)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # what the engine has started, too
                 process.wait()
 
 
@@ -155,6 +155,8 @@ def rig(
     secrets.create(root)
     keeper = LeaseKeeper(paths.rendezvous, 1, 60.0)
     engines = Engines(plan, start)
+    # a time limit ends this process as Ctrl-C does, so that no engine is left behind
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for process in plan.engines():
             engines.start(process.name)
@@ -171,6 +173,7 @@ def rig(
         if dist.is_initialized():
             dist.destroy_process_group()
         keeper.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _make_plan(root: Path, model: Path, replicas: int, gpus: tuple[list[int], list[int]] | None,

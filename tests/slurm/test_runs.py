@@ -52,7 +52,6 @@ def test_a_job_goes_on_when_its_processes_die_and_when_it_is_requeued(
     assert set(slurm.wait(run.job.job_id, "COMPLETED").values()) == {"COMPLETED"}
 
 
-@pytest.mark.slow
 def test_one_allocation_runs_the_same_plan(slurm: SlurmSandbox, tmp_path: Path, tiny_model: Path) -> None:
     run = SlurmRun(slurm, tmp_path, tiny_model, "single", *SHORT, launcher="slurm_single")
     run.until_complete()
