@@ -1,7 +1,7 @@
 """A run whose values change while it works, and its last step once more from what it left behind."""
 
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +9,8 @@ import pytest
 
 from prime_hpc.commands.preview import main as preview
 from prime_hpc.commands.tune import tuned
-from tests.integration.runs import REPOSITORY, ForkedRun
+from tests.integration.runs import ForkedRun
+from tests.warm import start_warm
 
 
 def test_a_step_comes_out_again_bit_by_bit(
@@ -31,7 +32,6 @@ def test_a_step_comes_out_again_bit_by_bit(
     assert legend.startswith("batch 2: context  {+pushed up+}  {-pushed down-}"), "marks where there are no colours"
     assert re.search(r"\{([-+=?]).*\1\}", "".join(shown))
 
-    replay = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"]
-    done = subprocess.run(replay, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal") == 2
+    replay, said = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"], tmp_path / "said"
+    assert start_warm(replay, dict(os.environ), said).wait(600) == 0, said.read_text()
+    assert said.read_text().count("equal") == 2

@@ -111,8 +111,9 @@ def measured_run(root: Path, step_s: float = 3.0, **sections: Any) -> Any:
     config = parse({"launcher": {"name": "slurm_hetjob"}, **sections})
     plan = build_plan(config, root, Attempt(), gpus=0)
     (root / "rollouts").mkdir(parents=True)
-    rows = [{"step": i, "time": 0.0, "loss": 0.0, "time/step": step_s, "time/wait_for_batch": step_s - 1,
-             "time/forward_backward": 0.9, "time/optimizer": 0.1, "update/pause_s": 0.0} for i in range(1, 9)]  # fmt: skip
+    measured = {"time/step": step_s, "time/wait_for_batch": step_s - 1, "time/forward_backward": 0.9,
+                "time/optimizer": 0.1, "update/pause_s": 0.0}  # fmt: skip
+    rows = [{"step": i, "time": 0.0, "loss": 0.0, **measured} for i in range(1, 9)]
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     records = b"".join(msgspec.json.encode({"rollout_id": f"g-{i}", "seconds": s, "failure": f}) + b"\n"
                        for i, (s, f) in enumerate(((2.0, None), (9.0, "x"))))  # fmt: skip
