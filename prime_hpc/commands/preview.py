@@ -48,7 +48,7 @@ def show(run: Path, step: int | None, count: int, source: str | None, console: C
     if preview is None:
         raise InfrastructureFailure(f"{model.tokenizer or model.path} has no tokenizer.json to decode with")
     wanted = (r for r in read_records(record_path(paths.rollouts, step)) if source in (None, r["source"]))
-    console.print(f"batch {step}:", preview.legend())
+    console.print(f"batch {step}:", preview.legend(), soft_wrap=True)
     for record in islice(wanted, count):
         for text in preview.render(record):
             console.print(text, soft_wrap=True)

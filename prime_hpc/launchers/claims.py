@@ -19,7 +19,7 @@ def give_back(config: RunConfig, paths: RunPaths) -> None:
     attach = config.inference.attach
     if not attach.on:
         return
-    urls = attach.urls if attach.run is None else filter(None, engine_addresses(Path(attach.run)).values())
+    urls = attach.urls if attach.run is None else _engines_of(Path(attach.run))
     headers = {"Authorization": f"Bearer {secrets.load(paths.root).token}"}
     body = {"holder": str(paths.root), "seconds": 0.0}
 
@@ -29,3 +29,10 @@ def give_back(config: RunConfig, paths: RunPaths) -> None:
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(tell, urls))
+
+
+def _engines_of(fleet: Path) -> list[str]:
+    """Addresses of the engines of a fleet, whose directory may have been removed meanwhile."""
+    if not RunPaths(fleet).plan.exists():
+        return []
+    return [url for url in engine_addresses(fleet).values() if url]

@@ -84,8 +84,9 @@ class RunFacts:
 
     @cached_property
     def steps(self) -> dict[int, dict[str, Any]]:
-        """Rows of steps that the trainer reported."""
-        return {step: row for step, row in self.metrics.items() if "loss" in row}
+        """Rows of steps that the trainer reported; where a run only samples, of every batch."""
+        sampled = self.plan.config.get("mode") == "sample"
+        return {step: row for step, row in self.metrics.items() if sampled or "loss" in row}
 
     @property
     def max_steps(self) -> int:

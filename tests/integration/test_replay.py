@@ -28,7 +28,7 @@ def test_a_step_comes_out_again_bit_by_bit(
     rates = {row["step"]: row["optim/lr"] for row in run.metrics if "loss" in row}
     assert rates[1] == 1e-3 and rates[6] == 5e-4
     assert preview([str(run.root), "--step", "2", "--count", "1"]) == 0
-    legend, _, *shown = capsys.readouterr().out.splitlines()
+    legend, *shown = capsys.readouterr().out.splitlines()
     assert legend.startswith("batch 2: context  {+pushed up+}  {-pushed down-}"), "marks where there are no colours"
     assert re.search(r"\{([-+=?]).*\1\}", "".join(shown))
 

@@ -142,6 +142,13 @@ def test_a_fine_tuning_that_its_probe_ended_says_so(run: RunDir) -> None:
     assert take_status(run.facts(now=100)).why == "trainer.sft.probe.stop_at reached"
 
 
+def test_a_run_that_only_samples_makes_steps_without_a_loss(run: RunDir) -> None:
+    run.paths.metrics.write_text(json.dumps({"step": 7, "time": START + 40, "train/all/reward": 0.25}) + "\n")
+    assert take_status(run.facts(now=100)).step == 0
+    run.configure(mode="sample")
+    assert take_status(run.facts(now=100)).step == 7
+
+
 def test_a_fleet_makes_no_steps(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.configure(mode="serve")
     revive(run)

@@ -197,6 +197,7 @@ def test_a_launcher_gives_the_claim_of_its_run_back(tmp_path: Path, monkeypatch:
     body = {"holder": str(mine.root), "seconds": 0.0}
     assert told == [("http://e0/prime_hpc/claim", body, {"Authorization": "Bearer secret"})]
     give_back(make_config(), mine)
+    give_back(make_config(f"inference.attach.run={tmp_path / 'removed'}"), mine)
     assert len(told) == 1
 
 
