@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from prime_hpc.commands import cli
 from prime_hpc.commands.ledger import render_ledger
@@ -76,7 +77,8 @@ def render(status: RunStatus) -> RenderableType:
     for component in dict.fromkeys(p.component for p in status.processes):
         table.add_row(component, *_row([p for p in status.processes if p.component == component]))
     startup = [describe(status.startup_s)] if status.startup_s else []
-    return Group(_headline(status), *startup, "", table)
+    paused = [Text(f"paused, since {status.paused}", style="red")] if status.paused else []
+    return Group(_headline(status), *paused, *startup, "", table)
 
 
 def _headline(status: RunStatus) -> str:

@@ -34,6 +34,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
+    `paused` says why it pauses, or did when it was stopped.
 
     `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
     """
@@ -41,6 +42,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     run: str
     attempt: int
     phase: str
+    paused: str
     step: int
     max_steps: int
     progress_age_s: float | None
@@ -58,6 +60,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         run=facts.plan.name,
         attempt=facts.attempt,
         phase=_phase(facts),
+        paused=next((record.paused for record in facts.records.values() if record.paused), ""),
         step=step,
         max_steps=facts.max_steps,
         progress_age_s=facts.now - row["time"] if row else None,
@@ -76,8 +79,13 @@ def _phase(facts: RunFacts) -> str:
         states = [_state(name, facts) for name in facts.processes]
         return "serving" if all(state == "ready" for state in states) else "starting"
     if facts.live:
-        return "running" if facts.steps else "starting"
+        return "running" if facts.steps or _samples(facts) else "starting"
     return "ended" if facts.attempts else "not started"
+
+
+def _samples(facts: RunFacts) -> bool:
+    """Whether a run without a trainer, which need not make a step, is at work."""
+    return facts.plan.config.get("mode") == "sample" and _state("orchestrator-0", facts) in ("sampling", "paused")
 
 
 def _process(name: str, facts: RunFacts) -> ProcessStatus:

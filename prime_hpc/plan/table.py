@@ -1,5 +1,7 @@
 """A plan as a table for people."""
 
+from typing import Any
+
 from rich.console import Group
 from rich.table import Table
 
@@ -11,12 +13,18 @@ def render(plan: RunPlan) -> Group:
     """Placement and one line about the run: by process on one node, by restart unit on several."""
     config = plan.config
     origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config['model']['path']}"
-    length = "until it is stopped" if config["mode"] == "serve" else f"{config['max_steps']} steps"
-    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {length}, {origin}"
+    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {_length(config)}, {origin}"
     if config["mode"] == "rl":
         facts += f"; weights by {plan.typed_config().update.chosen}"
     tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]
     return Group(facts, plan.run_dir, "", *tables)
+
+
+def _length(config: dict[str, Any]) -> str:
+    if config["mode"] == "serve":
+        return "until it is stopped"
+    alone = config["mode"] == "sample" and not config["env"]["train"]
+    return "an evaluation" if alone else f"{config['max_steps']} steps"
 
 
 def _process_table(plan: RunPlan) -> Table:
