@@ -78,7 +78,8 @@ def render(status: RunStatus) -> RenderableType:
         table.add_row(component, *_row([p for p in status.processes if p.component == component]))
     startup = [describe(status.startup_s)] if status.startup_s else []
     paused = [Text(f"paused, since {status.paused}", style="red")] if status.paused else []
-    return Group(_headline(status), *paused, *startup, "", table)
+    evaluated = [f"evaluated {line}" for line in status.evaluated]
+    return Group(_headline(status), *paused, *startup, *evaluated, "", table)
 
 
 def _headline(status: RunStatus) -> str:
@@ -88,7 +89,8 @@ def _headline(status: RunStatus) -> str:
         "sampled tokens/s": _number(status.sampled_tokens_per_s),
         "last progress": status.progress_age_s is not None and f"{status.progress_age_s:.0f} s ago",
     }
-    head = f"{status.run}, attempt {status.attempt}: {status.phase}, step {status.step} of {status.max_steps}"
+    step = f", step {status.step} of {status.max_steps}" if status.max_steps else ""
+    head = f"{status.run}, attempt {status.attempt}: {status.phase}{step}"
     return " | ".join([head, *(f"{name} {value}" for name, value in numbers.items() if value)])
 
 

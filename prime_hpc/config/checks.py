@@ -50,7 +50,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
 
 def find_unchecked(config: RunConfig) -> list[str]:
     """What a dry run for Slurm left out, as it needs no model on the machine where it is made: a sentence for each."""
-    skipped = {"config.json": "seq_len was not checked against the model",
+    skipped = {"config.json": "memory, disk, pace and cost are not estimated, and seq_len was not checked",
                "tokenizer_config.json": "tokenizer and chat template were not checked"}  # fmt: skip
     return [f"{path} is not here: {skipped[path.name]}; submitting checks it" for path in _may_lack(config)]
 

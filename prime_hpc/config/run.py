@@ -83,3 +83,8 @@ class RunConfig:
     """What happens when too many episodes fail in their environment."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether the run has no steps: it evaluates its model and ends."""
+        return self.mode == "sample" and not self.env.train

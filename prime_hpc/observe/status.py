@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from prime_hpc.cluster.files import read_json
+from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
 from prime_hpc.observe.run_facts import RunFacts
 
 REWARD = "train/all/reward"
@@ -34,7 +35,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
-    `paused` says why it pauses, or did when it was stopped.
+    `paused` says why it pauses, or did when it was stopped; `evaluated` has a line for each source, the last time.
 
     `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
     """
@@ -50,6 +51,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     trained_tokens_per_s: float | None
     sampled_tokens_per_s: float | None
     startup_s: dict[str, float]
+    evaluated: list[str]
     processes: list[ProcessStatus]
 
 
@@ -68,6 +70,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         trained_tokens_per_s=row.get(TRAINED),
         sampled_tokens_per_s=row.get(SAMPLED),
         startup_s=(read_json(facts.paths.startup) or {}).get("seconds", {}) if facts.newest else {},
+        evaluated=describe_evaluation(newest_evaluation(facts.metrics)),
         processes=[_process(name, facts) for name in facts.processes],
     )
 

@@ -80,7 +80,7 @@ class Orchestrator:
             ]
             if self.trains:
                 await self._evaluate(self.start_step, first=True)
-            while self.config.env.train and self.versions.shipped < self.config.max_steps:
+            while not self.config.evaluates_alone and self.versions.shipped < self.config.max_steps:
                 batch = await self._cut(self.versions.shipped + 1)
                 if batch is None:
                     break
@@ -102,7 +102,8 @@ class Orchestrator:
             await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
-        await self.pool.wait_ready(names, self.config.env.start_timeout_s)
+        with self.role.heart.waiting("workers of every source", "environment", self.config.env.start_timeout_s):
+            await self.pool.wait_ready(names, self.config.env.start_timeout_s)
         self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
         self.tasks.restore(self.journal.state)
         self.runner = Runner(self.role, self.pool, self.fleet, self.frozen)
@@ -257,7 +258,9 @@ class Orchestrator:
     def _wait_trained(self) -> None:
         """The ranks still need answers until they have marked themselves trained."""
         for rank in self.role.plan.of("trainer"):
-            self.role.rendezvous.wait(rank.name, "trained", self.config.trainer.collective_timeout_s)
+            timeout_s = self.config.trainer.collective_timeout_s
+            with self.role.heart.waiting("its last checkpoint", rank.name, timeout_s):
+                self.role.rendezvous.wait(rank.name, "trained", timeout_s)
 
     async def _finish(self) -> None:
         await self.fleet.close()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from prime_hpc.algorithms.estimators import estimates
+from prime_hpc.observe.evaluation import newest_evaluation
 from prime_hpc.orchestrator.batches import Batch
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.transport.messages import Rollout, RolloutDone
@@ -91,7 +92,6 @@ def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> 
     tokens = np.array([row.get("mismatch/tokens") or 0.0 for row in rows.values()])
     means = np.array([row.get("mismatch/abs_mean") or 0.0 for row in rows.values()])
     compared = float(tokens.sum())
-    evaluations = [found for _, row in sorted(rows.items()) if (found := _evaluation(row))]
     return {
         "steps": max(rows, default=0),
         "reward_first5": float(np.mean(rewards[:5])) if rewards else None,
@@ -100,12 +100,8 @@ def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> 
         "mismatch_tokens": int(compared),
         "wall_s": round(wall_s, 2),
         **idle,
-        **(evaluations[-1] if evaluations else {}),
+        **newest_evaluation(rows),
     }
-
-
-def _evaluation(row: dict[str, Any]) -> Metrics:
-    return {name: value for name, value in row.items() if name.startswith("eval/")}
 
 
 def _scores(prefix: str, scored: list[Rollout]) -> Metrics:

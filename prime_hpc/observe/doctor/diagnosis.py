@@ -28,7 +28,7 @@ from prime_hpc.observe.doctor.failures import (
     find_failures,
     find_job_end,
 )
-from prime_hpc.observe.evaluation import describe_evaluation
+from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
 from prime_hpc.observe.events import EVENTS, Event
 from prime_hpc.observe.run_facts import RunFacts
 from prime_hpc.transport.checkpoints import complete_steps
@@ -165,7 +165,7 @@ def _remedy(advice: str, facts: RunFacts) -> str:
 
 def _progress(facts: RunFacts) -> str:
     """`step 12 of 90, last progress 3 s ago`, or how far the start has come."""
-    if not facts.steps and (figures := describe_evaluation(max(facts.metrics.items(), default=(0, {}))[1])):
+    if not facts.steps and (figures := describe_evaluation(newest_evaluation(facts.metrics))):
         return f"evaluated {'; '.join(figures)}"
     if facts.steps:
         step, row = max(facts.steps.items())
