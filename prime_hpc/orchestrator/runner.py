@@ -64,7 +64,7 @@ class Runner:
         for budget in self._budgets.values():
             longest = self._config.pause.max_s if budget.proven else min(self._config.pause.max_s, UNPROVEN_S)
             if budget.paused and budget.paused_s > longest:
-                never = "" if budget.proven else ", as no episode has ever ended well"
+                never = "" if budget.proven else "; no episode of it has ever ended well"
                 return EnvironmentFailure(f"{budget.paused}; saved and left after a pause of {budget.paused_s:.0f} s"
                                           f"{never}")  # fmt: skip
         return None

@@ -163,7 +163,7 @@ def test_a_source_that_never_worked_is_given_up_after_a_minute(monkeypatch: pyte
     assert runner.paused and runner.paused_too_long is None
     clock.now += 1
     assert str(runner.paused_too_long).endswith(
-        "; the last one: Planted: as told; saved and left after a pause of 61 s, as no episode has ever ended well"
+        "; the last one: Planted: as told; saved and left after a pause of 61 s; no episode of it has ever ended well"
     )
 
 
