@@ -100,7 +100,7 @@ class EnvConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation sources."""
     workers: Positive = 2
-    """Worker processes of each source."""
+    """Worker processes of each training source; an evaluation source has one, or as many where nothing is trained."""
     rollouts_per_worker: Positive = 128
     """Episodes that one worker runs at once."""
     rollout_timeout_s: Seconds = 600.0
