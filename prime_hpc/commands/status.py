@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from prime_hpc.commands import cli
 from prime_hpc.commands.endpoint import find
@@ -83,7 +84,9 @@ def render(status: RunStatus) -> RenderableType:
     for component in dict.fromkeys(p.component for p in status.processes):
         table.add_row(component, *_row([p for p in status.processes if p.component == component]))
     startup = [describe(status.startup_s)] if status.startup_s else []
-    return Group(_headline(status), *startup, "", table)
+    paused = [Text(f"paused, since {status.paused}", style="red")] if status.paused else []
+    evaluated = [f"evaluated {line}" for line in status.evaluated]
+    return Group(_headline(status), *paused, *startup, *evaluated, "", table)
 
 
 def _headline(status: RunStatus) -> str:
@@ -94,7 +97,7 @@ def _headline(status: RunStatus) -> str:
         "last progress": status.progress_age_s is not None and f"{status.progress_age_s:.0f} s ago",
     }
     head = f"{status.run}, attempt {status.attempt}: {status.phase}"
-    if status.step is not None:
+    if status.max_steps:
         head += f", step {status.step} of {status.max_steps}"
     if status.why:
         head += f": {status.why}"

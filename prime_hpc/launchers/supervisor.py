@@ -185,7 +185,7 @@ class Supervisor:
         late = time.monotonic() - self._complete_since > LEAVE_S
         if left and not late:
             return None
-        if not drained or not self._drain or self._step() >= self._config.max_steps:
+        if not drained or not self._drain or self._config.evaluates_alone or self._step() >= self._config.max_steps:
             return Ending("complete")
         return Ending("drained", words=self._drain.words, goes_on=self._drain.goes_on)
 

@@ -86,11 +86,14 @@ class RunFacts:
     def steps(self) -> dict[int, dict[str, Any]]:
         """Rows of steps that the trainer reported; where a run only samples, of every batch."""
         sampled = self.plan.config.get("mode") == "sample"
-        return {step: row for step, row in self.metrics.items() if sampled or "loss" in row}
+        return {step: row for step, row in self.metrics.items()
+                if "loss" in row or (sampled and "batch/rollouts" in row)}  # fmt: skip
 
     @property
     def max_steps(self) -> int:
-        return self.plan.config["max_steps"]
+        """Steps of the run; 0 of one that evaluates alone."""
+        config = self.plan.typed_config()
+        return 0 if config.evaluates_alone else config.max_steps
 
     @property
     def processes(self) -> list[str]:

@@ -6,6 +6,7 @@ import msgspec
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.observe.doctor import diagnose
+from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
 from prime_hpc.observe.run_facts import RunFacts
 
 ENDED = ("complete", "stopped", "failed")
@@ -39,6 +40,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
+    `paused` says why it pauses, or did when it was stopped; `evaluated` has a line for each source, the last time.
 
     `phase` is not started, queued, starting, running or serving, or one of `ENDED`; `why` says who or what ended a run
     before its last step. A fleet makes no steps. `startup_s` has the milestones up to the attempt's first step, in
@@ -49,6 +51,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     attempt: int
     phase: str
     why: str
+    paused: str
     step: int | None
     max_steps: int | None
     progress_age_s: float | None
@@ -56,6 +59,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     trained_tokens_per_s: float | None
     sampled_tokens_per_s: float | None
     startup_s: dict[str, float]
+    evaluated: list[str]
     processes: list[ProcessStatus]
 
 
@@ -68,6 +72,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         attempt=facts.attempt,
         phase=phase,
         why=_why(facts, phase, step),
+        paused=next((record.paused for record in facts.records.values() if record.paused), ""),
         step=None if facts.serves else step,
         max_steps=None if facts.serves else facts.max_steps,
         progress_age_s=facts.now - row["time"] if row and phase not in ENDED else None,
@@ -75,6 +80,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         trained_tokens_per_s=row.get(TRAINED),
         sampled_tokens_per_s=row.get(SAMPLED),
         startup_s=(read_json(facts.paths.startup) or {}).get("seconds", {}) if facts.newest else {},
+        evaluated=describe_evaluation(newest_evaluation(facts.metrics)),
         processes=[_process(name, facts, ended=phase in ENDED) for name in facts.processes],
     )
 
@@ -89,10 +95,15 @@ def _phase(facts: RunFacts) -> str:
         states = [_state(name, facts) for name in facts.processes]
         return "serving" if all(state == "ready" for state in states) else "starting"
     if facts.live:
-        return "running" if facts.steps else "starting"
+        return "running" if facts.steps or _samples(facts) else "starting"
     if not facts.attempts:
         return "not started"
     return "queued" if not facts.events and facts.paths.job.exists() else "failed"
+
+
+def _samples(facts: RunFacts) -> bool:
+    """Whether a run without a trainer, which need not make a step, is at work."""
+    return facts.plan.config.get("mode") == "sample" and _state("orchestrator-0", facts) in ("sampling", "paused")
 
 
 def _why(facts: RunFacts, phase: str, step: int) -> str:

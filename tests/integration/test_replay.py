@@ -29,7 +29,7 @@ def test_a_step_comes_out_again_bit_by_bit(
     assert rates[1] == 1e-3 and rates[6] == 5e-4
     assert preview([str(run.root), "--step", "2", "--count", "1"]) == 0
     legend, *shown = capsys.readouterr().out.splitlines()
-    assert legend.startswith("batch 2: context  {+pushed up+}  {-pushed down-}"), "marks where there are no colours"
+    assert legend.startswith("step 2: context  {+pushed up+}  {-pushed down-}"), "marks where there are no colours"
     assert re.search(r"\{([-+=?]).*\1\}", "".join(shown))
 
     replay, said = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"], tmp_path / "said"
