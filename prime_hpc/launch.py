@@ -46,7 +46,7 @@ def main(composed: DictConfig) -> None:
 
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
-    config = parse(_resolved(composed))
+    config = parse(_resolved(composed), Path(facts.runtime.cwd))
     problems = [*find_conflicts(config), *find_model_problems(config), *find_parallel_problems(config),
                 *find_source_problems(config)]  # fmt: skip
     if problems:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 import yaml
+from pydantic.fields import FieldInfo
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import sections_in, variant_name
@@ -139,7 +140,7 @@ def _type(hint: Any) -> str:
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
     """Bounds of an annotated field, e.g. `at least 1`."""
-    for item in (bound for field in metadata for bound in field.metadata):
+    for item in (bound for field in metadata if isinstance(field, FieldInfo) for bound in field.metadata):
         match item:
             case annotated_types.Ge(ge):
                 yield f"at least {ge}"

@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, tiny_model: 
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A folder with the run `outputs/mine`: one attempt, and a checkpoint that has its configuration."""
     folder = tmp_path_factory.mktemp("finished")
-    done = launch(folder, *mine(tiny_model), "launcher=dry_run")
+    done = launch(folder, *mine(Path(os.path.relpath(tiny_model, folder))), "launcher=dry_run")
     assert done.returncode == 0, done.stderr
     run = folder / "outputs" / "mine"
     (run / "logs" / "attempt_1").mkdir(parents=True)
@@ -169,6 +169,11 @@ def test_the_name_of_a_run_that_exists_is_refused(finished_run: Path, tiny_model
     assert refused(finished_run, *mine(tiny_model)) == [
         "run.name = 'mine': expected a new name, since this run exists; resume=latest goes on with it"
     ]
+
+
+def test_a_relative_path_is_absolute_in_the_run(finished_run: Path, tiny_model: Path) -> None:
+    plan = run_plan.load(finished_run / "outputs" / "mine" / "plan.json")
+    assert plan.config["model"]["path"] == str(tiny_model)
 
 
 def test_a_resume_without_a_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
