@@ -4,7 +4,7 @@ import os
 
 from rich.console import Console
 
-from prime_hpc.config.checks import find_unchecked
+from prime_hpc.config.model_checks import find_unchecked
 from prime_hpc.launchers.local import run_local
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.preview import check_site, show_estimates, show_start
