@@ -16,6 +16,7 @@ from prime_hpc.inference.served import require_files
 
 SHARDS = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors", "c": "absent.safetensors"}}
 WEIGHTS = "a directory with weights in safetensors; {} is missing"
+TOKENIZER = "a directory with a tokenizer; tokenizer.json is missing"
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def damaged(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), [WEIGHTS.format("model.safetensors")]),
         (sharded, [WEIGHTS.format("absent.safetensors")]),
         (damaged, [WEIGHTS.format("model.safetensors.index.json")]),
-        (lambda folder: (folder / "tokenizer.json").unlink(), ["a directory with a tokenizer; tokenizer.json is missing"]),
+        (lambda folder: (folder / "tokenizer.json").unlink(), [TOKENIZER]),
         (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"), []),
     ],
 )  # fmt: skip
