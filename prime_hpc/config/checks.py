@@ -18,6 +18,7 @@ from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
+from prime_hpc.config.vllm_arguments import find_unknown_arguments
 from prime_hpc.errors import ConfigProblem, nearest_name
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -31,7 +32,7 @@ PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    engines = (_engines, find_argument_problems, find_fleet_problems)
+    engines = (_engines, find_argument_problems, find_unknown_arguments, find_fleet_problems)
     sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
