@@ -15,9 +15,9 @@ from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.errors import ConfigurationError, CorruptData, EnvironmentFailure, SchemaMismatch
 from prime_hpc.plan import run_plan
-from prime_hpc.trainer.sft_data import read_messages
 from prime_hpc.transport import checkpoints, weights
 from prime_hpc.transport.messages import SCHEMA_VERSION, CancelRollout, PolicyVersion, decode, encode
 
