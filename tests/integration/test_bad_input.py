@@ -58,7 +58,7 @@ CASES = {
             "did you mean 'local'?",
             "loss = 'defalt': expected one of aipo, cispo, custom, dapo, default, dr_grpo, grpo, gspo, icepop, ipo, "
             "mis, ppo, tis; did you mean 'default'?",
-            "model = 'qwen': expected one of qwen3_0.6b, qwen3_1.7b, qwen3_moe_3b",
+            "model = 'qwen': expected one of qwen3_0.6b, qwen3_1.7b, qwen3_moe_3b; did you mean 'qwen3_0.6b'?",
             "inference = 'vllm': expected inference.KEY=VALUE, since this group has no files",
         ],
     ),

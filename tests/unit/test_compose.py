@@ -32,6 +32,8 @@ def test_a_choice_without_a_file_names_the_nearest() -> None:
     arguments = ["+experiment=reverse_txt", "launcher=local", "max_steps=1"]
     (problem,) = compose.unknown_choices(arguments, [compose.conf_dir()])
     assert problem.key == "experiment" and problem.nearest == "reverse_text"
+    (begun,) = compose.unknown_choices(["launcher=slurm"], [compose.conf_dir()])
+    assert begun.nearest == "slurm_hetjob"
 
 
 def test_a_configuration_folder_that_is_absent_is_named(tmp_path: Path) -> None:
