@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.cluster.garbage import lasting
 from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.models.tiny_vision import make_vision_model
 from tests.disks import mounted
@@ -43,6 +44,13 @@ def small_disk(tmp_path) -> Iterator[Path]:
     """A file system that holds one and a half checkpoints of the tiny model; needs the right to mount."""
     with mounted(tmp_path / "disk", mebibytes=16) as disk:
         yield disk
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Modules of tests, and the libraries that they import, stay to the end."""
+    with lasting():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

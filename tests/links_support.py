@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from prime_hpc.errors import PrimeHPCError
 from prime_hpc.transport.buckets import Layout, pack, unpack
 from prime_hpc.transport.links import announce, open_link
 from prime_hpc.transport.weights import TensorEntry
+from tests.warm import warm_context
 
 ENTRIES = [TensorEntry("a", "bfloat16", [300, 7]), TensorEntry("b", "float32", [5]), TensorEntry("c", "bfloat16", [])]
 LAYOUT = Layout.of(ENTRIES)
@@ -27,11 +27,11 @@ def tensors(seed: int, layout: Layout = LAYOUT) -> list[torch.Tensor]:
 
 
 def receive(address: tuple[str, int], backend: str, rank: int, size: int, device: str, act: Any, answers: Any,
-            layout: Layout) -> None:  # fmt: skip
+            layout: Layout, stall_s: float) -> None:  # fmt: skip
     """Take buckets and answer with the sums of their tensors; `act(rank, number)` runs before each."""
     store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=START_S))
     announce(store, "x", rank)
-    link = open_link(backend, store, "x", rank, size, torch.device(device), STALL_S, time.monotonic() + START_S)
+    link = open_link(backend, store, "x", rank, size, torch.device(device), stall_s, time.monotonic() + START_S)
     got = []
     try:
         for number in range(BUCKETS):
@@ -44,19 +44,20 @@ def receive(address: tuple[str, int], backend: str, rank: int, size: int, device
 
 
 def exchange(
-    backend: str, devices: list[str], act: Callable[[int, int], None], layout: Layout = LAYOUT
+    backend: str, devices: list[str], act: Callable[[int, int], None], layout: Layout = LAYOUT, stall_s: float = STALL_S
 ) -> tuple[dict[int, Any], str | None]:
     """Send buckets from the first device to the others: their answers, and the error that ended the sending."""
-    context, size = get_context("spawn"), len(devices)
+    context, size = warm_context(), len(devices)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
     answers = context.Queue()
-    processes = [context.Process(target=receive, args=(("127.0.0.1", store.port), backend, rank, size, devices[rank],
-                                                       act, answers, layout)) for rank in range(1, size)]  # fmt: skip
+    given = [(("127.0.0.1", store.port), backend, rank, size, devices[rank], act, answers, layout, stall_s)
+             for rank in range(1, size)]  # fmt: skip
+    processes = [context.Process(target=receive, args=arguments) for arguments in given]
     for process in processes:
         process.start()
     announce(store, "x", 0)
     device, failure = torch.device(devices[0]), None
-    link = open_link(backend, store, "x", 0, size, device, STALL_S, time.monotonic() + START_S)
+    link = open_link(backend, store, "x", 0, size, device, stall_s, time.monotonic() + START_S)
     try:
         for number in range(BUCKETS):
             bucket = pack(layout, [t.to(device) for t in tensors(number, layout)], device)

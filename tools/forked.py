@@ -8,9 +8,11 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -23,8 +25,7 @@ from prime_hpc.launchers.children import Child, log_file
 from prime_hpc.plan.run_plan import ProcessPlan
 from prime_hpc.plan.units import Unit
 
-PRELOADED = ["tools.forked", "prime_hpc.trainer.loop", "prime_hpc.orchestrator.loop", "prime_hpc.envs.worker",
-             "prime_hpc.envs.reverse_text", "tests.fake_engine.__main__"]  # fmt: skip
+REPOSITORY = Path(__file__).resolve().parents[1]
 POLL_S = 0.005
 
 
@@ -47,9 +48,24 @@ class Forked:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return code
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen | Forked
+Start = Callable[[list[str], dict[str, str], Path], Process]
+"""Starts a command with an environment, in a session of its own; what it says is added to a file."""
+
 
 class ForkedStarter(local.LocalStarter):
-    """Starts the processes of a unit as forks of the launcher, which has imported `PRELOADED`.
+    """Starts the processes of a unit as forks of the launcher, which has imported `tools.preloaded`.
 
     A library whose threads were at work in the launcher would stand still in them.
     """
@@ -67,6 +83,12 @@ class ForkedStarter(local.LocalStarter):
         return Child(plan, Forked(process), log)
 
 
+def start_afresh(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+    """As a user does it."""
+    with log.open("ab") as output:
+        return subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=output, stderr=output, start_new_session=True)
+
+
 def become(command: list[str], env: dict[str, str], log: Path) -> None:
     """Do in this process what `command`, `python -m MODULE ARGUMENTS`, would do in one of its own."""
     os.setsid()
@@ -81,7 +103,6 @@ def become(command: list[str], env: dict[str, str], log: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
-        importlib.import_module(name)
+    importlib.import_module("tools.preloaded")
     local.LocalStarter = ForkedStarter
     launch.cli()

@@ -23,7 +23,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "sbatch"
 SITE = ["cluster.partition=gpu", "cluster.account=my_account", "cluster.time=24:00:00", 'cluster.memory="0"']
 SETUP = ["set -e", "source .venv/bin/activate  # and your modules"]
 TWO_NODES = ["cluster.gpus_per_node=8", "cluster.cpus=64"]
-RL = ["+experiment=reverse_text", *TWO_NODES, "inference.replicas=8", "trainer.ranks=8"]
+WARMED_UP = "model.path=outputs/sft/model"
+"""What the script for SFT leaves."""
+RL = ["+experiment=reverse_text", WARMED_UP, *TWO_NODES, "inference.replicas=8", "trainer.ranks=8"]
 CPU_NODE = ["cluster.components.orchestrator.partition=cpu"]
 
 
@@ -75,13 +77,16 @@ TEMPLATES = {
         [*RL, "launcher=slurm_hetjob"], CPU_NODE),
     "single_rl": Template(
         "RL in one allocation of equal nodes; here a single node, half for engines and half for the trainer.",
-        ["+experiment=reverse_text", *TWO_NODES, "inference.replicas=4", "trainer.ranks=4", "launcher=slurm_single"]),
+        ["+experiment=reverse_text", WARMED_UP, *TWO_NODES, "inference.replicas=4", "trainer.ranks=4",
+         "launcher=slurm_single"]),
     "sft": Template(
         "SFT on two nodes.",
         ["+experiment=reverse_text_sft", *TWO_NODES, "trainer.ranks=16", "launcher=slurm_hetjob"]),
     "inference": Template(
-        "Engines only, until the time limit. Their addresses come in outputs/inference/rendezvous/inference-*.json.",
-        ["mode=serve", "model.path=models/smollm2", *TWO_NODES, "inference.replicas=8", "launcher=slurm_hetjob"]),
+        "Engines only, until the time limit.\n"
+        "Their router's address comes in outputs/inference/rendezvous/router-0.json.",
+        ["+experiment=serve", "model.path=models/smollm2", *TWO_NODES, "inference.replicas=8",
+         "launcher=slurm_hetjob"]),
     "chained_rl": Template(
         "RL for longer than one job may take: before the time limit the run saves, submits its successor, and leaves.",
         [*RL, "launcher=slurm_hetjob", *SITE, *CPU_NODE, "cluster.requeue=false"]),

@@ -56,11 +56,15 @@ if [[ "$(cat "$stamp" 2>/dev/null)" == "$digest" ]]; then
     exit 0
 fi
 
+echo "setup: installing into $venv, which takes a minute or more, and 2.8 GB"
 uv="$(find_uv)"
 if [[ ! -x "$venv/bin/python" ]]; then
     "$uv" venv --quiet --python "${PYTHON:->=3.11,<3.13}" "$venv"
 fi
 mapfile -t options < <(torch_options)
+if [[ ! -t 2 ]]; then
+    options+=(--quiet) # nobody watches the progress, and what is left of it is a line for every package
+fi
 # Start-up of an engine is a minute longer without compiled bytecode.
 "$uv" pip install --python "$venv/bin/python" --compile-bytecode "${options[@]}" \
     --overrides "$root/requirements/overrides-cpu.txt" \

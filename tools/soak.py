@@ -19,6 +19,7 @@ import numpy as np
 from prime_hpc.models.tiny import make_tiny_model
 from prime_hpc.observe.monitor import read_metrics
 from tools.endurance import UNCHANGED, account, broken_promises, processes
+from tools.forked import Process
 
 POLL_S = 0.2
 WINDOWS = 5
@@ -31,15 +32,19 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-def start(out: Path, name: str, model: Path, steps: int) -> subprocess.Popen:
-    """A run of the fake engine whose skill grows from 0.2 to 0.8."""
+def settings(steps: int) -> list[str]:
+    """Of a run on the fake engine, whose skill grows from 0.2 to 0.8."""
     skill = f"inference.engine_args={{skill0: 0.2, skill_per_version: {0.6 / steps}, token_s: 0.002}}"
-    command = [sys.executable, "-m", "tools.forked", "+experiment=reverse_text_cpu", *OVERRIDES, skill,
-               f"max_steps={steps}", f"run.name={name}", f"model.path={model}", f"run.output_dir={out}"]  # fmt: skip
+    return [*OVERRIDES, skill, f"max_steps={steps}"]
+
+
+def start(out: Path, name: str, model: Path, steps: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tools.forked", "+experiment=reverse_text_cpu", *settings(steps),
+               f"run.name={name}", f"model.path={model}", f"run.output_dir={out}"]  # fmt: skip
     return subprocess.Popen(command)
 
 
-def kill_at_random(run: subprocess.Popen, root: Path, steps: int, kills: int, rng: random.Random) -> Counter[str]:
+def kill_at_random(run: Process, root: Path, steps: int, kills: int, rng: random.Random) -> Counter[str]:
     """Kill `kills` times a process of the run, at steps drawn in advance; returns how often each one was.
 
     Raises:
@@ -49,8 +54,8 @@ def kill_at_random(run: subprocess.Popen, root: Path, steps: int, kills: int, rn
     killed: Counter[str] = Counter()
     while due:
         time.sleep(rng.uniform(POLL_S, 2.0))
-        if run.poll() is not None:
-            raise RuntimeError(f"the run ended with {run.returncode} after {killed.total()} of {kills} kills")
+        if (code := run.poll()) is not None:
+            raise RuntimeError(f"the run ended with {code} after {killed.total()} of {kills} kills")
         if max(read_metrics(root / "metrics.jsonl"), default=0) < due[0]:
             continue
         name, pid = rng.choice([(name, pid) for name, pid in processes(root) if os.getsid(pid) == pid])

@@ -26,4 +26,5 @@ install_slurm || echo "test: could not install Slurm; the tests that need it are
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 mypy
-exec python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" "$@"
+# Folders in order: files with whole runs come first, and many short ones at the end, so that both workers end together.
+exec python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@"

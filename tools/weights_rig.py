@@ -32,8 +32,8 @@ from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.messages import PolicyVersion
+from tools.forked import Process, Start, start_afresh
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = PATIENCE_S = 3600.0
 """What the start of an engine and a request may take, so that a busy machine is no failure."""
 
@@ -41,10 +41,11 @@ START_S = PATIENCE_S = 3600.0
 class Engines:
     """Engine processes of a plan, by name."""
 
-    def __init__(self, plan: RunPlan):
+    def __init__(self, plan: RunPlan, start: Start):
         self._plan = plan
+        self._start = start
         self._paths = RunPaths(Path(plan.run_dir))
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.processes: dict[str, Process] = {}
 
     def start(self, name: str) -> None:
         """Start an engine, for the first time or again."""
@@ -53,10 +54,8 @@ class Engines:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if plan.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.gpus))
-        with (self._paths.root / f"{name}.log").open("ab") as log:
-            command = [*plan.command, str(self._paths.plan), "--process", name]
-            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, env=env)
-        self.processes[name] = process
+        command = [*plan.command, str(self._paths.plan), "--process", name]
+        self.processes[name] = self._start(command, env, self._paths.root / f"{name}.log")
 
     def kill(self) -> None:
         for process in self.processes.values():
@@ -66,7 +65,7 @@ class Engines:
             try:
                 process.wait(15)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # what the engine has started, too
                 process.wait()
 
 
@@ -142,10 +141,12 @@ def rig(
     random: bool = False,
     inference: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    start: Start = start_afresh,
     **update: Any,
 ) -> Iterator[Rig]:
     """Engines and trainer, started but connected to nothing; `inference`, `trainer` and `update` are sections of the
-    configuration. `gpus` are those of each engine and of the trainer, `random` leaves the files of `model` alone."""
+    configuration. `gpus` are those of each engine and of the trainer, `random` leaves the files of `model` alone,
+    `start` is how engines are started."""
     plan = _make_plan(root, model, replicas, gpus, inference or {}, trainer or {}, update)
     paths = RunPaths(root)
     for directory in (paths.acks, paths.weights, paths.control):
@@ -153,7 +154,9 @@ def rig(
     paths.plan.write_bytes(plan.dump())
     secrets.create(root)
     keeper = LeaseKeeper(paths.rendezvous, 1, 60.0)
-    engines = Engines(plan)
+    engines = Engines(plan, start)
+    # a time limit ends this process as Ctrl-C does, so that no engine is left behind
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for process in plan.engines():
             engines.start(process.name)
@@ -170,6 +173,7 @@ def rig(
         if dist.is_initialized():
             dist.destroy_process_group()
         keeper.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _make_plan(root: Path, model: Path, replicas: int, gpus: tuple[list[int], list[int]] | None,

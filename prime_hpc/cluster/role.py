@@ -24,7 +24,7 @@ from prime_hpc.cluster.rendezvous import STEP_VARIABLE, Rendezvous
 from prime_hpc.cluster.staging import stage
 from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.config.run import RunConfig
-from prime_hpc.errors import ConfigurationError, InfrastructureFailure, PrimeHPCError
+from prime_hpc.errors import InfrastructureFailure, PrimeHPCError
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan, load
 
 COMPLETE_MARK = "complete"
@@ -156,7 +156,7 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
         sys.exit(130)
     except Exception as raised:
         error = first_cause(raised)
-        if not isinstance(error, ConfigurationError):  # which says all that its reader needs
+        if not isinstance(error, PrimeHPCError) or error.__cause__:  # else its text says all that its reader needs
             traceback.print_exception(error)
         role.rendezvous.publish("failed", error=f"{type(error).__name__}: {error}")
         role.log.error("%s: %s", type(error).__name__, error)

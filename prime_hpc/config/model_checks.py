@@ -15,7 +15,7 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 HUB_NAME = re.compile(r"(?!models/)[\w.-]+/[\w.-]+")
 """What may be a name on the Hugging Face hub. `models/` is where the experiments look for theirs."""
 UNCHECKED = {
-    "config.json": "seq_len was not checked against the model",
+    "config.json": "memory, disk, pace and cost are not estimated, and seq_len was not checked",
     SINGLE: "files of weights were not looked for",
     "tokenizer_config.json": "tokenizer and chat template were not checked",
 }

@@ -7,12 +7,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from verifiers.v1.clients.train import ElasticRendererPool
-from verifiers.v1.utils.loaders import env_config_type
+from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.envs.light import without_torch
+from prime_hpc.envs.refusals import explain
 from prime_hpc.envs.sandbox import verifiers_runtime
 from prime_hpc.errors import EnvironmentFailure, InfrastructureFailure
 from prime_hpc.transport.messages import RunRollout
@@ -54,6 +56,9 @@ class Environment:
         try:
             self._env = vf.load_environment(environment_config(source, scoring_timeout_s))
             self.tasks = Tasks(self._env.taskset, source.num_tasks)
+        except ValidationError as error:
+            cause = explain(error, taskset_config_type(plugin_id(source.id)).model_fields)
+            raise EnvironmentFailure(f"source {name!r}: environment {source.id!r} does not load: {cause}") from None
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise EnvironmentFailure(f"source {name!r}: environment {source.id!r} does not load: {cause}") from error

@@ -1,5 +1,6 @@
 """A vLLM engine of a run."""
 
+from prime_hpc.cluster.garbage import lasting
 from prime_hpc.cluster.role import Role, main
 from prime_hpc.inference import arguments, nodes, server
 from prime_hpc.inference.served import require_files
@@ -14,7 +15,8 @@ def run(role: Role) -> None:
     """
     require_files(role)
     arguments.set_environment(role)
-    args = arguments.parse(arguments.arguments(role) | nodes.meeting(role))
+    with lasting():  # vLLM is imported
+        args = arguments.parse(arguments.arguments(role) | nodes.meeting(role))
     if args.headless:
         nodes.compute(role, args)
 

@@ -4,6 +4,7 @@ more than such a product gains."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +109,7 @@ def quantise(x: Tensor) -> Scaled:
     """The rows of `x` [..., k], in one kernel on a GPU, where the steps one by one would pass over memory for each."""
     if torch.compiler.is_compiling() or not x.is_cuda:
         return _quantise(x)
-    return _quantise_compiled(x.detach())  # one graph, whether there will be a gradient or not
+    return _compiled_quantise()(x.detach())  # one graph, whether there will be a gradient or not
 
 
 def _quantise(x: Tensor) -> Scaled:
@@ -117,7 +118,10 @@ def _quantise(x: Tensor) -> Scaled:
     return (x / scales).to(FP8).contiguous(), scales.squeeze(-1)
 
 
-_quantise_compiled = torch.compile(_quantise, dynamic=True)
+@cache
+def _compiled_quantise() -> Callable[[Tensor], Scaled]:
+    """Made at the first use: the compiler takes seconds to load, also in a trainer that has no use for it."""
+    return torch.compile(_quantise, dynamic=True)
 
 
 def multiply(rows: Scaled, weights: Scaled, ends: Tensor) -> Tensor:

@@ -140,8 +140,9 @@ class Ledger:
         self._reports += 1
         self._monitor.log(report.step, row)
         self._reported = report.step
-        self._progress.update(step=report.step, of=self._role.config.max_steps,
-                              **{short: row[key] for short, key in _SHOWN.items() if key in row})  # fmt: skip
+        started = self._reports > 1  # before, a step took as long as the start of everything
+        shown = {short: row[key] for short, key in _SHOWN.items() if key in row and (started or key != SINCE_LAST_STEP)}
+        self._progress.update(step=report.step, of=self._role.config.max_steps, **shown)
         async with self._changed:
             self._changed.notify_all()
 
@@ -153,4 +154,4 @@ class Ledger:
 
 
 _SHOWN = {"reward": "train/all/reward", "loss": "loss", "mismatch": "mismatch/abs_mean", "staleness": "staleness/mean",
-          "s_per_step": "time/since_last_step"}  # fmt: skip
+          "s_per_step": SINCE_LAST_STEP}  # fmt: skip

@@ -1,7 +1,10 @@
 """`python -m prime_hpc.trainer PLAN.json --process trainer-R`: one data-parallel rank of the trainer."""
 
 from prime_hpc.cluster import role
-from prime_hpc.trainer import bench, loop
+from prime_hpc.cluster.garbage import lasting
+
+with lasting():
+    from prime_hpc.trainer import bench, loop
 
 
 def run(process: role.Role) -> None:

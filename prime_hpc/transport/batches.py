@@ -70,16 +70,15 @@ class ZmqSource:
         with self._role.heart.waiting(f"batch {step}", ORCHESTRATOR, self._timeout_s):
             while time.monotonic() < deadline:
                 self._socket.send_multipart(encode(request))
-                reply = self._reply(step)
+                reply = self._reply(step, min(deadline, time.monotonic() + REPEAT_S))
                 if reply:
                     self._told = step if reply.write_weights else self._told
                     return reply
                 self._follow()
         raise DeadlineExceeded(self._role.process.name, f"batch {step}", ORCHESTRATOR, self._timeout_s)
 
-    def _reply(self, step: int) -> RankBatch | None:
-        """The answer about `step`, if it comes soon; answers to repeated questions about other steps are skipped."""
-        until = time.monotonic() + REPEAT_S
+    def _reply(self, step: int, until: float) -> RankBatch | None:
+        """The answer about `step`, if it comes in time; answers to repeated questions about other steps are skipped."""
         while (left := until - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
             reply = decode_as(self._socket.recv_multipart(), RankBatch)
             if reply.step == step and not (reply.write_weights and step == self._told):

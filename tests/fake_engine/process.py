@@ -1,7 +1,6 @@
 """An engine process, real or fake, started by hand for a test: its run directory, its lease, calls to its routes."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,8 +15,8 @@ from prime_hpc.cluster.rendezvous import Rendezvous
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.plan.run_plan import Fork, ProcessPlan, RunPlan
+from tools.forked import Start, start_afresh
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NAME = "inference-0"
 
 
@@ -28,8 +27,10 @@ class EngineProcess:
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, env: dict[str, str] | None = None,
-                 gpus: list[int] | None = None, forks: list[Fork] | None = None, nodes: int = 1):  # fmt: skip
+                 gpus: list[int] | None = None, forks: list[Fork] | None = None, nodes: int = 1,
+                 start: Start = start_afresh):  # fmt: skip
         self._nodes = nodes
+        self._start = start
         self.paths = RunPaths(run_dir)
         self.config = config
         self._env = env or {}
@@ -44,7 +45,8 @@ class EngineProcess:
         self.paths.plan.write_bytes(RunPlan(
             name=self.paths.root.name, run_dir=str(self.paths.root), attempt=1, nodes=1, forks=self._forks,
             checkpoint=None, processes=processes, config=to_dict(self.config)).dump())  # fmt: skip
-        self.process, *self.others = [self._start(plan) for plan in processes]
+        env = {**os.environ, **self._env}
+        self.process, *self.others = [self._start(plan.command, env, Path(plan.log)) for plan in processes]
         self.log = Path(processes[0].log)
         return self
 
@@ -61,11 +63,6 @@ class EngineProcess:
         log = self.paths.root / ("engine.log" if rank == 0 else f"engine.{rank}.log")
         return ProcessPlan(name=name, component="inference", index=0, node=0, rank=rank, command=command, log=str(log),
                            gpus=self._gpus)  # fmt: skip
-
-    def _start(self, plan: ProcessPlan) -> subprocess.Popen:
-        with Path(plan.log).open("wb") as log:
-            return subprocess.Popen(plan.command, cwd=REPOSITORY, env={**os.environ, **self._env}, stdout=log,
-                                    stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
 
     def wait_ready(self) -> dict[str, Any]:
         """What the engine publishes once it serves."""

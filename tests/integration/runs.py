@@ -14,9 +14,9 @@ import msgspec
 
 from prime_hpc.cluster.faults import VARIABLE, Fault
 from prime_hpc.orchestrator.journal import BatchCut, GroupOpened, GroupsDropped, read
-from tests.warm import warm_context
+from tests.warm import start_warm
 from tools.endurance import processes
-from tools.forked import Forked, become
+from tools.forked import Process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
@@ -97,7 +97,7 @@ class LocalRun(RunDirectory):
         self._output.touch()
         self.process = self._start(command, env)
 
-    def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen | Forked:
+    def _start(self, command: list[str], env: dict[str, str]) -> Process:
         with self._output.open("w") as output:
             return subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=output, stderr=output)
 
@@ -119,7 +119,11 @@ class ForkedRun(LocalRun):
 
     launcher = "tools.forked"
 
-    def _start(self, command: list[str], env: dict[str, str]) -> Forked:
-        process = warm_context().Process(target=become, args=(command, env, self._output))
-        process.start()
-        return Forked(process)
+    def _start(self, command: list[str], env: dict[str, str]) -> Process:
+        return start_warm(command, env, self._output)
+
+
+def launch_forked(output: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of `python -m prime_hpc.launch ARGUMENTS`, whose processes are forked in that way, too."""
+    command = [sys.executable, "-m", ForkedRun.launcher, *arguments]
+    return start_warm(command, dict(os.environ), output).wait(600), output.read_text()

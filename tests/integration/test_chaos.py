@@ -1,12 +1,14 @@
 """Failures at named points of the work, and kills at random, by `tools.chaos` and `tools.soak`: promises are kept."""
 
 import importlib.util
+import random
 from pathlib import Path
 
 import pytest
 
+from tests.integration.runs import ForkedRun
 from tools import chaos, soak
-from tools.chaos import CONTAINED, ENDED, FAKE_ENGINE, NOT_REACHED, Cell, all_cells
+from tools.chaos import CONTAINED, ENDED, FAKE_ENGINE, NOT_REACHED, Cell, Outcome, all_cells
 from tools.endurance import account, broken_promises
 
 FEW = [
@@ -34,9 +36,8 @@ REAL = [
 ]
 
 
-def assert_survived(launcher: str, out: Path, steps: int, cells: list[Cell], model: Path, *overrides: str) -> None:
+def assert_survived(code: int, rows: list[Outcome], root: Path, steps: int) -> None:
     """Every cell was reached and followed by what it has to be followed by, and the run kept its promises."""
-    code, rows, root = chaos.run(launcher, out, steps, cells, model, *overrides)
     print(chaos.render(rows), account(root, steps), sep="\n\n")
     assert code == 0
     assert [row.cell for row in rows if row.result == NOT_REACHED] == []
@@ -47,26 +48,35 @@ def assert_survived(launcher: str, out: Path, steps: int, cells: list[Cell], mod
 
 
 def test_a_few_failures_of_every_role(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived("tools.forked", tmp_path, 6, FEW, tiny_model, "env.workers=1", *FAKE_ENGINE)
+    faults = chaos.make_faults(FEW)
+    run = ForkedRun(tmp_path, tiny_model, "chaos", *chaos.OVERRIDES, *FAKE_ENGINE, "env.workers=1", "max_steps=6",
+                    faults=faults)  # fmt: skip
+    code, _ = run.wait()
+    assert_survived(code, list(chaos.outcomes(run.root, faults)), run.root, 6)
 
 
 def test_a_storm_of_kills_breaks_no_promise(tmp_path: Path, tiny_model: Path) -> None:
-    killed = soak.storm(tmp_path, tiny_model, steps=20, kills=10, seed=3)
+    run = ForkedRun(tmp_path, tiny_model, "stormy", *soak.settings(12))
+    killed = soak.kill_at_random(run.process, run.root, 12, kills=10, rng=random.Random(3))
+    code, text = run.wait()
+    assert code == 0, text
     assert killed.total() == 10 and len(killed) >= 3
-    assert broken_promises(tmp_path / "stormy", 20) == []
+    assert broken_promises(run.root, 12) == []
 
 
 @pytest.mark.slow
 def test_every_role_fails_at_every_point_in_every_way(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived("tools.forked", tmp_path, chaos.STEPS, all_cells(), tiny_model, *FAKE_ENGINE)
+    made = chaos.run("tools.forked", tmp_path, chaos.STEPS, all_cells(), tiny_model, *FAKE_ENGINE)
+    assert_survived(*made, chaos.STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_ten_failures_with_real_engines(tmp_path: Path, tiny_model: Path) -> None:
-    assert_survived("prime_hpc.launch", tmp_path, 12, REAL, tiny_model, "env.workers=1", "inference.replicas=1",
-                    "inference.vllm.max_num_seqs=32", "orchestrator.drop_zero_advantage=false",
-                    "env.train.0.args.reward=similarity", "recovery.hang_s=60")  # fmt: skip
+    made = chaos.run("prime_hpc.launch", tmp_path, 12, REAL, tiny_model, "env.workers=1", "inference.replicas=1",
+                     "inference.vllm.max_num_seqs=32", "orchestrator.drop_zero_advantage=false",
+                     "env.train.0.args.reward=similarity", "recovery.hang_s=60")  # fmt: skip
+    assert_survived(*made, 12)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_a_new_run_forks_from_a_checkpoint_of_another(survivor: ForkedRun, tiny_
 def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that_time(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    run = ForkedRun(tmp_path, tiny_model, "damaged", "max_steps=40", "update.keep_versions=50", *QUICK)
+    run = ForkedRun(tmp_path, tiny_model, "damaged", "max_steps=16", "update.keep_versions=50", *QUICK)
     run.wait_for_step(10)
     oldest, *newer = complete_steps(run.root / "checkpoints")
     for step in newer:
@@ -135,7 +135,7 @@ def test_a_trainer_that_passes_over_damaged_checkpoints_gets_the_batches_of_that
     code, text = run.wait()
     assert code == 0, text
     assert read_forks(run.root / "forks.json")[0].step == oldest
-    assert_whole(run, 40)
+    assert_whole(run, 16)
     assert kinds(run, "orchestrator") == [], "it took the batches from its journal without a restart"
 
 
@@ -146,7 +146,7 @@ def test_a_source_past_its_error_budget_has_the_run_save_and_leave(tmp_path: Pat
                    "orchestrator.drop_zero_advantage=false", EVEN)  # fmt: skip
     code, text = run.wait()
     assert code == 1
-    assert re.search(r"EnvironmentFailure: \d\d% of the last \d+ episodes of zoo failed, .*a pause of \d+ s", text)
+    assert re.search(r"EnvironmentFailure: \d+% of the last \d+ episodes of zoo failed, .*a pause of \d+ s", text)
     steps = run.summary["steps"]
     assert steps >= 1 and run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
     assert run.reported == list(range(1, steps + 1)) and not run.survivors()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,8 +33,9 @@ from prime_hpc.transport.messages import (
 )
 from tests.integration import scripted_engine as script
 from tests.integration.zoo import MODES
+from tests.warm import start_warm
+from tools.forked import Process, start_afresh
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = ("env-reverse_text-0", "env-zoo-0", "env-zoo-1", "env-absent-0")
 DEADLINE_S = 240.0
 
@@ -82,11 +82,11 @@ class Orchestrator:
         self.paths.plan.write_bytes(RunPlan(name="r", run_dir=str(self.paths.root), attempt=1, nodes=1, forks=[],
                                             checkpoint=None, processes=processes, config=config).dump())  # fmt: skip
 
-    def _start(self, name: str) -> subprocess.Popen:
+    def _start(self, name: str) -> Process:
+        """The first as a user starts it; the others are forked, since verifiers takes seconds to load."""
         env = {**os.environ, "PRIME_HPC_SOURCE": name.split("-")[1], "PRIME_HPC_SOURCE_KIND": "train"}
         command = [sys.executable, "-m", "prime_hpc.envs", str(self.paths.plan), "--process", name]
-        with self.log(name).open("wb") as log:
-            return subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=log, stderr=log)
+        return (start_afresh if name == WORKERS[0] else start_warm)(command, env, self.log(name))
 
     def log(self, name: str) -> Path:
         return self.paths.root / f"{name}.log"
@@ -142,7 +142,10 @@ def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra
 
 @pytest.fixture(scope="module")
 def engine(orchestrator: Orchestrator) -> Iterator[script.ScriptedEngine]:
+    """One worker is to block from the start: it takes a while to be ended, so that the last tests ask for it."""
     with script.ScriptedEngine(orchestrator.keys.token) as running:
+        orchestrator.hello("env-zoo-1")
+        orchestrator.send("env-zoo-1", request(running, "blocks", MODES.index("block"), limit_s=1.0))
         yield running
 
 
@@ -267,9 +270,8 @@ def test_cancelled_rollout_is_answered_as_cancelled(orchestrator: Orchestrator, 
     assert (failure.kind, failure.type) == ("infrastructure", "Cancelled")
 
 
-def test_blocking_environment_ends_its_process(orchestrator: Orchestrator, engine: script.ScriptedEngine) -> None:
-    orchestrator.hello("env-zoo-1")
-    orchestrator.send("env-zoo-1", request(engine, "blocks", MODES.index("block"), limit_s=1.0))
+@pytest.mark.usefixtures("engine")
+def test_blocking_environment_ends_its_process(orchestrator: Orchestrator) -> None:
     assert orchestrator.wait_exit("env-zoo-1") == EXIT_BLOCKED
     log = orchestrator.log("env-zoo-1").read_text()
     assert "the event loop has stood still" in log and "zoo.py" in log

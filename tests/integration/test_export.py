@@ -41,7 +41,7 @@ def test_a_sparse_model_of_two_ranks_is_exported_in_the_published_precision(tmp_
     make_char_tokenizer(tmp_path / "base")
     trainer = {"router_bias_rate": 0.125, "publish_dtype": "bfloat16"}
     run = make_run(tmp_path / "run", tmp_path / "base", ranks=2, max_steps=1, trainer=trainer).record(1)
-    assert_equal(exported(run.train_in_processes(), tmp_path / "out"), run.weights("0.1"))
+    assert_equal(exported(run.train_in_forks(), tmp_path / "out"), run.weights("0.1"))
 
 
 def test_adapters_are_exported_alone_or_merged(tmp_path, tiny_model):

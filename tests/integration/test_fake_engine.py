@@ -30,6 +30,7 @@ from prime_hpc.transport.weights import seal
 from tests.fake_engine.engine import EXIT_CODE, FakeEngine
 from tests.fake_engine.policy import FakeOptions, Policy
 from tests.fake_engine.process import EngineProcess
+from tests.warm import start_warm
 
 USER, ASSISTANT, EOS = 1, 2, 3
 START_S = 20.0
@@ -45,7 +46,7 @@ def engine(tmp_path: Path) -> Iterator[Maker]:
     def make(forks: list[Fork] | None = None, **options: Any) -> EngineProcess:
         inference = InferenceConfig(engine="tests.fake_engine", engine_args=options, start_timeout_s=START_S)
         config = RunConfig(seq_len=64, model=ModelConfig(path=str(tmp_path / "model")), inference=inference)
-        process = EngineProcess(tmp_path / "run", config, forks=forks).__enter__()
+        process = EngineProcess(tmp_path / "run", config, forks=forks, start=start_warm).__enter__()
         started.append(process)
         process.ready = process.wait_ready()
         return process

@@ -17,7 +17,7 @@ from prime_hpc.cluster import secrets
 from prime_hpc.commands import chat
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import take_status
-from tests.integration.runs import LocalRun
+from tests.integration.runs import ForkedRun, LocalRun
 
 DEADLINE_S = 600.0
 
@@ -89,7 +89,7 @@ def test_people_talk_to_it_through_the_router(
 @pytest.mark.usefixtures("same_home")
 def test_a_run_attaches_changes_the_weights_and_leaves_the_fleet_as_it_is(fleet: LocalRun, tiny_model: Path) -> None:
     pids = [fleet.record(f"inference-{i}")["pid"] for i in range(2)]
-    run = LocalRun(fleet.root.parent, tiny_model, "attached", "max_steps=2", f"inference.attach.run={fleet.root}")
+    run = ForkedRun(fleet.root.parent, tiny_model, "attached", "max_steps=2", f"inference.attach.run={fleet.root}")
     code, text = run.wait(DEADLINE_S)
     assert code == 0, text
     assert run.reported == [1, 2] and not run.survivors()

@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
     evaluated = ("env.eval.every=2", "env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, "
                  "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
     first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
-    second = LocalRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
+    second = ForkedRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
                       "inference.replicas=2", "monitor.wandb=offline", f"cluster.scratch={output}",
                       "orchestrator.max_inflight=auto")  # fmt: skip
     for run in (first, second):
@@ -114,17 +114,17 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     saved = complete_steps(run.root / "checkpoints")
     assert saved, "a save waits for the one before it: that of step 2 is over"
 
-    again = ForkedRun(tmp_path, tiny_model, "stopped", f"max_steps={saved[-1] + 8}", "resume=latest", *arguments)
+    again = ForkedRun(tmp_path, tiny_model, "stopped", f"max_steps={saved[-1] + 4}", "resume=latest", *arguments)
     code, text = again.wait()
     assert code == 0, text
     assert f"resumes {run.root}/checkpoints/step_{saved[-1]}" in text.replace("\n", "")
-    assert again.summary["steps"] == saved[-1] + 8
+    assert again.summary["steps"] == saved[-1] + 4
     rows = [r["step"] for r in again.metrics if "loss" in r]
-    assert rows[-8:] == list(range(saved[-1] + 1, saved[-1] + 9))
+    assert rows[-4:] == list(range(saved[-1] + 1, saved[-1] + 5))
     cut = [r.step for r, _ in read(run.root / "rollouts" / "journal") if isinstance(r, BatchCut)]
-    assert cut == list(range(1, saved[-1] + 9)), "no batch is cut twice, none is missing"
+    assert cut == list(range(1, saved[-1] + 5)), "no batch is cut twice, none is missing"
     newest = published_versions(run.root / "weights")[-1]
-    assert newest == PolicyVersion(1, saved[-1] + 8), "versions past the checkpoint were abandoned: a new lineage"
+    assert newest == PolicyVersion(1, saved[-1] + 4), "versions past the checkpoint were abandoned: a new lineage"
 
 
 def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path: Path, tiny_model: Path) -> None:

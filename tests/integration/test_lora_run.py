@@ -94,7 +94,7 @@ def test_adapters_trained_together_on_two_ranks_take_the_steps_of_each_alone(tmp
     runs = {wanted: make_tenants(tmp_path / wanted, tiny_model, wanted, ranks=n, **settings)
             for wanted, n in (("a", 1), ("b", 1), ("ab", 2))}  # fmt: skip
     for wanted, run in runs.items():
-        _ = run.train_in_processes() if wanted == "ab" else run.train()
+        _ = run.train_in_forks() if wanted == "ab" else run.train()
     together = adapters_in(tmp_path / "ab" / "adapters")
     for adapter in "ab":
         alone = adapters_in(tmp_path / adapter / "adapters")[adapter]

@@ -69,7 +69,7 @@ def test_native_steps_are_those_of_transformers(ranks, tmp_path, tiny_model):
     runs = {}
     for impl in ("native", "hf"):
         run = make_run(tmp_path / impl, tiny_model, ranks=ranks, impl=impl, max_steps=2).record(2)
-        runs[impl] = run.train() if ranks == 1 else run.train_in_processes()
+        runs[impl] = run.train() if ranks == 1 else run.train_in_forks()
     for step in (1, 2):
         native, hf = (runs[impl].report(step).metrics for impl in ("native", "hf"))
         for metric in ("loss", "entropy", "optim/grad_norm", "mismatch_kl"):
@@ -90,7 +90,7 @@ def sparse_model(tmp_path_factory) -> Path:
 def train_sparse(root: Path, model: Path, ranks: int) -> TrainerRun:
     trainer = {"router_bias_rate": 0.125, "publish_dtype": "bfloat16"}
     run = make_run(root, model, ranks=ranks, max_steps=2, trainer=trainer, update={"keep_versions": 9}).record(2)
-    return run.train() if ranks == 1 else run.train_in_processes()
+    return run.train() if ranks == 1 else run.train_in_forks()
 
 
 def test_a_sparse_model_is_published_as_its_checkpoint_was(tmp_path, sparse_model):
@@ -128,7 +128,7 @@ def test_muon_over_two_ranks_is_muon_on_one_and_its_checkpoint_resumes_there(tmp
     make_char_tokenizer(tmp_path / "base")
     settings = {"optimizer": {"name": "muon", "weight_decay": 0.1, "warmup_steps": 0}, "update": {"keep_versions": 9}}
     one = make_run(tmp_path / "one", tmp_path / "base", max_steps=2, **settings).record(2).train()
-    two = make_run(tmp_path / "two", tmp_path / "base", ranks=2, max_steps=1, **settings).record(1).train_in_processes()
+    two = make_run(tmp_path / "two", tmp_path / "base", ranks=2, max_steps=1, **settings).record(1).train_in_forks()
     start, step = one.weights("0.0"), one.weights("0.1")
     for name, tensor in two.weights("0.1").items():
         torch.testing.assert_close(tensor, step[name], rtol=0, atol=1e-6)

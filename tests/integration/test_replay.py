@@ -1,12 +1,13 @@
 """A run whose values change while it works, and its last step once more from what it left behind."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 from prime_hpc.commands.preview import main as preview
 from prime_hpc.commands.tune import tuned
-from tests.integration.runs import REPOSITORY, ForkedRun
+from tests.integration.runs import ForkedRun
+from tests.warm import start_warm
 
 
 def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> None:
@@ -23,7 +24,6 @@ def test_a_step_comes_out_again_bit_by_bit(tmp_path: Path, tiny_model: Path) -> 
     assert rates[1] == 1e-3 and rates[6] == 5e-4
     assert preview([str(run.root), "--step", "2", "--count", "1"]) == 0
 
-    replay = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"]
-    done = subprocess.run(replay, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal") == 2
+    replay, said = [sys.executable, "-m", "tools.replay", str(run.root), "--step", "6"], tmp_path / "said"
+    assert start_warm(replay, dict(os.environ), said).wait(600) == 0, said.read_text()
+    assert said.read_text().count("equal") == 2

@@ -92,7 +92,7 @@ def test_saving_does_not_disturb_training(tmp_path, tiny_model):
 
 def test_two_ranks_train_like_one_and_their_checkpoint_resumes_on_one(tmp_path, tiny_model):
     one = make_run(tmp_path / "one", tiny_model, max_steps=3).record(3).train()
-    two = make_run(tmp_path / "two", tiny_model, ranks=2, max_steps=2).record(2).train_in_processes()
+    two = make_run(tmp_path / "two", tiny_model, ranks=2, max_steps=2).record(2).train_in_forks()
     for name, tensor in two.weights("0.2").items():
         torch.testing.assert_close(tensor, one.weights("0.2")[name], rtol=0, atol=1e-6)
     for metric in ("loss", "entropy", "optim/grad_norm", "mismatch_kl", "tokens/trained"):

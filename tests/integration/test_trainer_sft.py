@@ -55,7 +55,7 @@ def test_two_ranks_make_the_same_steps_as_one(tmp_path, tiny_model):
     losses = []
     for ranks in (1, 2):
         run = make_sft(tmp_path / str(ranks), tiny_model, ranks=ranks, max_steps=4, every=2)
-        run = run.train() if ranks == 1 else run.train_in_processes()
+        run = run.train() if ranks == 1 else run.train_in_forks()
         losses.append([row["loss"] for row in read_rows(run)])
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from prime_hpc.cluster.role import RESTART_VARIABLE
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.trainer import weights_sender
 from prime_hpc.transport.weights import read_manifest
-from tests.integration.test_weight_updates import FAKE, arm, checksums, expected, serving
+from tests.integration.test_weight_updates import FAKE, arm, checksums, expected, fake_rig, serving
 from tests.integration.test_weight_updates_vllm import assert_acknowledged
 from tools.weights_rig import START_S, Rig, rig
 
@@ -47,16 +47,16 @@ async def assert_whole(made: Rig, fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "inference"),
+    ("transport", "engine"),
     [
-        ("nccl", FAKE),
-        pytest.param("filesystem", FAKE, marks=pytest.mark.slow),
-        pytest.param("delta", FAKE, marks=pytest.mark.slow),
-        pytest.param("nccl", {}, marks=[pytest.mark.slow, NEEDS_VLLM], id="nccl-vllm"),
+        ("nccl", "fake"),
+        pytest.param("filesystem", "fake", marks=pytest.mark.slow),
+        pytest.param("delta", "fake", marks=pytest.mark.slow),
+        pytest.param("nccl", "vllm", marks=[pytest.mark.slow, NEEDS_VLLM]),
     ],
 )
 def test_an_engine_killed_in_any_phase_of_an_update_comes_back(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, transport: str, inference: dict[str, Any]
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, transport: str, engine: str
 ) -> None:
     faults = [Fault(process="inference-1", point=f"update.{phase}", action="SIGKILL", count=2, restart=restart)
               for restart, phase in enumerate(PHASES)]  # fmt: skip
@@ -76,8 +76,8 @@ def test_an_engine_killed_in_any_phase_of_an_update_comes_back(
         await assert_whole(made, fleet)
         watching.cancel()
 
-    patience = {"stall_s": 5} if inference else {"stall_s": 60, "timeout_s": 600}
-    with rig(tmp_path / "run", tiny_model, inference=inference, transport=transport, full_every=50, **patience) as made:
+    make = partial(fake_rig, stall_s=5) if engine == "fake" else partial(rig, stall_s=60, timeout_s=600)
+    with make(tmp_path / "run", tiny_model, transport=transport, full_every=50) as made:
         asyncio.run(follow(made))
 
 
@@ -105,7 +105,7 @@ def test_bytes_that_change_on_the_way_are_never_served(
         await assert_whole(made, fleet)
         watching.cancel()
 
-    with caplog.at_level(logging.ERROR), rig(tmp_path / "run", tiny_model, inference=FAKE, transport="nccl") as made:
+    with caplog.at_level(logging.ERROR), fake_rig(tmp_path / "run", tiny_model, transport="nccl") as made:
         asyncio.run(follow(made))
 
 
@@ -123,7 +123,7 @@ def test_an_engine_that_hangs_or_runs_out_of_memory_is_left_behind(tmp_path: Pat
         if kind == "out_of_memory":
             assert await asyncio.to_thread(made.engines.processes["inference-1"].wait, 30) != 0
 
-    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport="nccl", stall_s=4, timeout_s=15) as made:
+    with fake_rig(tmp_path / "run", tiny_model, transport="nccl", stall_s=4, timeout_s=10) as made:
         asyncio.run(follow(made))
 
 

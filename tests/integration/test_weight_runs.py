@@ -17,7 +17,7 @@ STEPS = 8
 def test_a_run_goes_on_when_an_engine_dies_in_an_update(tmp_path: Path, tiny_model: Path, transport: str) -> None:
     faults = [Fault(process="inference-1", point="update.during", action="SIGKILL", count=3)]
     run = ForkedRun(tmp_path, tiny_model, transport, f"max_steps={STEPS}", f"update.transport={transport}",
-                   "update.stall_s=10", "update.keep_versions=20", "update.full_every=50", "inference.replicas=2",
+                   "update.stall_s=5", "update.keep_versions=20", "update.full_every=50", "inference.replicas=2",
                    "inference.engine_args={skill0: 0.5, skill_per_version: 0, token_s: 0.003}",
                    "recovery.backoff_s=0.2", faults=faults)  # fmt: skip
     code, text = run.wait()

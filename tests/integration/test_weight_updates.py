@@ -1,6 +1,7 @@
 """Updates in a row under load, by every transport that runs on CPUs: what engines hold is what was trained."""
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from prime_hpc.inference.parameters import checksum
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import read_manifest
+from tests.warm import start_warm
 from tools.weights_rig import Load, Rig, rig, steps_of
 
 TRANSPORTS = ["filesystem", "delta", "nccl"]
 PROMPT = [1, 4, 5, 6, 7, 8, 9, 10, 11, 2]
 FAKE = {"engine": "tests.fake_engine", "engine_args": {"skill0": 1.0, "token_s": 0.02}}
+fake_rig = partial(rig, inference=FAKE, start=start_warm)
 
 
 async def checksums(fleet: Fleet) -> dict[str, dict[str, str]]:
@@ -45,7 +48,7 @@ def test_updates_in_a_row_under_load(tmp_path: Path, tiny_model: Path, transport
         await fleet.close()
         return load
 
-    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport=transport, full_every=20) as made:
+    with fake_rig(tmp_path / "run", tiny_model, transport=transport, full_every=20) as made:
         load = asyncio.run(follow(made))
         manifests = [read_manifest(path) for path in made.paths.weights.glob("v*")]
     assert load.failed == []
@@ -80,7 +83,7 @@ def test_an_engine_that_comes_late_serves_the_current_version_only(
         assert await checksums(fleet) == dict.fromkeys(("inference-0", "inference-1"), expected(made))
         watching.cancel()
 
-    with rig(tmp_path / "run", tiny_model, inference=FAKE, transport=transport, full_every=50, stall_s=3) as made:
+    with fake_rig(tmp_path / "run", tiny_model, transport=transport, full_every=50, stall_s=3) as made:
         asyncio.run(follow(made))
 
 
@@ -111,7 +114,7 @@ def test_a_wrong_tensor_is_caught_by_the_canary_and_named(tmp_path: Path, tiny_m
         (request,) = control.take(made.paths.control)
         return {"unit": request.unit, "action": request.action, "why": request.why}
 
-    with rig(tmp_path / "run", tiny_model, inference=FAKE, canary_every=1, canary_bound=0.05) as made:
+    with fake_rig(tmp_path / "run", tiny_model, canary_every=1, canary_bound=0.05) as made:
         asked = asyncio.run(follow(made))
     assert (asked["action"], asked["unit"]) == ("restart", "inference-1")
     assert "inference-1 scores the canary of v0.1" in asked["why"]

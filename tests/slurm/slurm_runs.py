@@ -64,6 +64,11 @@ class SlurmRun(RunDirectory):
         return sorted({event["attempt"] for event in self.events})
 
     @property
+    def recovered(self) -> list[str]:
+        """Units that came back to work, in order."""
+        return [event["unit"] for event in self.events if event["kind"] == "recovered"]
+
+    @property
     def job_ids(self) -> list[str]:
         """Ids of the jobs that the run's directory names now."""
         return json.loads((self.root / "job.json").read_text())["job_ids"]

@@ -39,7 +39,7 @@ CASES = {
     "corrupt_weights": Case("trainer-0", "corrupt weights", 16, "pointer of Git LFS"),
     "refused_weights": Case("orchestrator-0", "corrupt weights", 4, "errors of the file system"),
     "environment_does_not_load": Case("env-words-0", "environment does not load", 10, "mend the environment"),
-    "environment_refuses_args": Case("env-words-0", "environment does not load", 33, "or its args"),
+    "environment_refuses_args": Case("env-words-0", "environment does not load", 2, "or its args"),
     "error_budget": Case("orchestrator-0", "error budget", 4, "rollouts/step_N.jsonl.zst"),
     "environment_blocks": Case("env-words-0", "environment blocks", 3, "asyncio.to_thread"),
     "port": Case("trainer-0", "port in use", 4, "picks a free one"),

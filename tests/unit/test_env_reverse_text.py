@@ -57,10 +57,12 @@ def test_a_task_past_the_end_is_refused() -> None:
 @pytest.mark.parametrize(
     "args, cause",
     [
-        ({"min_len": 5, "max_len": 4}, "min_len is 5, more than max_len, which is 4"),
+        ({"min_len": 5, "max_len": 4}, "args: min_len is 5, more than max_len, which is 4"),
         ({"prompt": "Reverse it"}, "has no {text}"),
-        ({"reward": "exakt"}, "exact"),
-        ({"lenght": 3}, "lenght"),
+        ({"reward": "exakt"}, "args.reward = 'exakt': expected 'exact' or 'similarity'"),
+        ({"min_len": "x"}, "args.min_len = 'x': expected a valid integer"),
+        ({"max_lenn": 3}, "args.max_lenn = 3: expected one of "),
+        ({"max_lenn": 3}, "; did you mean 'max_len'?"),
     ],
 )
 def test_arguments_are_checked_at_load(args: dict, cause: str) -> None:

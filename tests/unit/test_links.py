@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from prime_hpc.transport.links import IpcLink
-from tests.links_support import BUCKETS, STALL_S, calm, exchange, expected
+from tests.links_support import BUCKETS, calm, exchange, expected
+
+SHORT_S = 1.0
 
 
 def die(rank: int, number: int) -> None:
@@ -18,7 +20,7 @@ def die(rank: int, number: int) -> None:
 
 def stand_still(rank: int, number: int) -> None:
     if (rank, number) == (1, 2):
-        time.sleep(3 * STALL_S)
+        time.sleep(3 * SHORT_S)
 
 
 def test_buckets_arrive_at_every_receiver() -> None:
@@ -39,6 +41,6 @@ def test_a_receiver_that_dies_is_noticed() -> None:
 
 
 def test_a_receiver_that_stands_still_is_given_up() -> None:
-    answers, failure = exchange("gloo", ["cpu"] * 2, stand_still)
+    answers, failure = exchange("gloo", ["cpu"] * 2, stand_still, stall_s=SHORT_S)
     assert failure is not None and failure.startswith("a receiver of weights")
     assert "InfrastructureFailure: the sender of weights is lost" in answers[1]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch.multiprocessing as mp
 
 from prime_hpc.cluster import preflight
 from prime_hpc.cluster.checks import fabric, filesystem
@@ -21,6 +20,7 @@ from prime_hpc.cluster.checks.finding import Finding
 from prime_hpc.cluster.checks.gpus import inspect_gpus
 from prime_hpc.cluster.checks.meeting import Arrival
 from prime_hpc.cluster.checks.network import inspect_ports
+from tests.ranks import run_ranks
 
 HEALTHY = """<gpu id="{i}"><fb_memory_usage><used>{used} MiB</used></fb_memory_usage><ecc_errors><volatile>
 <dram_correctable>4</dram_correctable><dram_uncorrectable>{errors}</dram_uncorrectable></volatile></ecc_errors>
@@ -159,7 +159,7 @@ def measure_as_a_node(node: int, whole: Fabric) -> None:
 
 def test_the_fabric_is_measured_within_the_trainer_and_from_there_to_the_others(tmp_path: Path) -> None:
     """Three nodes without GPUs, the last two of them the trainer's."""
-    mp.spawn(measure_as_a_node, (Fabric(tmp_path, nodes=3, gpus=0, trainers=2),), nprocs=3)
+    run_ranks(3, measure_as_a_node, Fabric(tmp_path, nodes=3, gpus=0, trainers=2))
     speeds = [json.loads((tmp_path / f"{node}.fabric").read_text()) for node in range(3)]
     assert [set(found) for found in speeds] == [
         {"trainer to node 0"}, {"all-reduce", "trainer to node 0"}, {"all-reduce"}]  # fmt: skip

@@ -130,7 +130,8 @@ def test_a_dry_run_for_slurm_needs_no_model_and_says_what_it_left_out() -> None:
     dry = compose_run(["+experiment=glm5_swe", "launcher=dry_run", "model.path=/absent"])
     assert find_conflicts(dry) == []
     assert find_unchecked(dry) == [
-        "/absent/config.json is not here: seq_len was not checked against the model; submitting checks it",
+        "/absent/config.json is not here: memory, disk, pace and cost are not estimated, and seq_len was not checked; "
+        "submitting checks it",
         "/absent/tokenizer_config.json is not here: tokenizer and chat template were not checked; submitting checks it",
         "/absent/model.safetensors is not here: files of weights were not looked for; submitting checks it",
     ]
