@@ -34,10 +34,12 @@ line by its dotted name:
     python -m prime_hpc.launch +experiment=reverse_text_cpu max_steps=20 optimizer.lr=3e-5
 
 A folder of your own groups is added with `--config-dir FOLDER`. All mistakes of name, type and range are printed at
-once, with the nearest valid name. Relative paths begin in the folder of the launch, and become absolute where something
-lies there, so that commands work from any folder. An element of a list is changed by its number (`env.train.0.ratio=2`);
-one more needs the whole list (`'env.train=[{id: A}, {id: B}]'`). The resolved configuration lies in the run's `config.yaml`, each value followed by
+once, with the nearest valid name. The resolved configuration lies in the run's `config.yaml`, each value followed by
 where it came from (default, group, experiment or command line).
+
+Relative paths begin in the folder of the launch, and become absolute where something lies there, so that commands work
+from any folder. An element of a list is changed by its number (`env.train.0.ratio=2`); one more needs the whole list
+(`'env.train=[{id: A}, {id: B}]'`).
 """
 TYPE_NAMES = {
     int: "integer",
