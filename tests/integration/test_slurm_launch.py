@@ -147,7 +147,8 @@ def test_a_slurm_that_does_not_answer_is_told_once_and_leaves_nothing(
     start = RunStart.resolve(config, experiment=None, origins=[])
     with pytest.raises(InfrastructureFailure) as caught:
         launch_plan(start)
-    assert str(caught.value) == f"Slurm does not answer here: {words.splitlines()[0]}"
+    assert str(caught.value) == (f"Slurm does not answer here: {words.splitlines()[0]}; launcher=dry_run writes the "
+                                 "files of the run without it")  # fmt: skip
     assert "sbatch" not in capfd.readouterr().err
     assert not start.paths.root.exists()
     start.paths.root.mkdir()  # as a dry run leaves it

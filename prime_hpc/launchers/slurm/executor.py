@@ -95,7 +95,8 @@ def _submit(plan: RunPlan, job: Job, dependency: str | None = None) -> str:
     except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
         told = str(error)
         if NO_CONTROLLER.search(told):
-            raise InfrastructureFailure(f"Slurm does not answer here: {told.splitlines()[0]}") from error
+            raise InfrastructureFailure(f"Slurm does not answer here: {told.splitlines()[0]}; launcher=dry_run writes "
+                                        "the files of the run without it") from error  # fmt: skip
         raise InfrastructureFailure(f"{script_name(job)} was not submitted: {told}") from error
     return str(submitted.job_id)
 
