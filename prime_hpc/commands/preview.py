@@ -1,6 +1,6 @@
 """Read what a run trains on: samples decoded, with every token in the colour of what becomes of it.
 
-python -m prime_hpc.commands.preview RUN [--step N] [--count 4] [--source NAME]
+python -m prime_hpc.commands.preview RUN [--evaluation] [--step N] [--count 4] [--source NAME]
 """
 
 import sys
@@ -14,39 +14,41 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.preview import Preview, legend
-from prime_hpc.observe.records import SUFFIX, read_records, record_path
+from prime_hpc.observe.records import SUFFIX, evaluations, read_records, record_path
 from prime_hpc.plan.run_plan import load
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code of the command."""
     parser = cli.parser(__doc__)
-    parser.add_argument("--step", type=int, help="the batch; the newest by default")
+    parser.add_argument("--evaluation", action="store_true", help="what was sampled to evaluate, in place of a batch")
+    parser.add_argument("--step", type=int, help="the batch or evaluation; the newest by default")
     parser.add_argument("--count", type=int, default=4, help="rollouts")
     parser.add_argument("--source", help="of this source alone")
     args = parser.parse_args(arguments)
-    return cli.run(lambda: show(args.run, args.step, args.count, args.source, Console(highlight=False)))
+    rollouts = RunPaths(args.run).rollouts
+    folder = evaluations(rollouts) if args.evaluation else rollouts
+    return cli.run(lambda: show(args.run, folder, args.step, args.count, args.source, Console(highlight=False)))
 
 
-def show(run: Path, step: int | None, count: int, source: str | None, console: Console) -> int:
-    """Print a few rollouts of a batch.
+def show(run: Path, folder: Path, step: int | None, count: int, source: str | None, console: Console) -> int:
+    """Print a few rollouts of a file in `folder`.
 
     Raises:
         InfrastructureFailure: there is no record of it.
     """
-    paths = RunPaths(run)
-    recorded = sorted(int(name[len("step_") : -len(SUFFIX)]) for name in list_fresh(paths.rollouts)
+    recorded = sorted(int(name[len("step_") : -len(SUFFIX)]) for name in list_fresh(folder)
                       if name.startswith("step_") and name.endswith(SUFFIX))  # fmt: skip
     step = step if step is not None else (recorded or [0])[-1]
     if step not in recorded:
         known = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
-        raise InfrastructureFailure(f"no rollouts of step {step} in {paths.rollouts}; recorded are {known}")
-    model = load(paths.plan).typed_config().model
+        raise InfrastructureFailure(f"no rollouts of step {step} in {folder}; recorded are {known}")
+    model = load(RunPaths(run).plan).typed_config().model
     preview = Preview.of(model)
     if preview is None:
         raise InfrastructureFailure(f"{model.tokenizer or model.path} has no tokenizer.json to decode with")
-    wanted = (r for r in read_records(record_path(paths.rollouts, step)) if source in (None, r["source"]))
-    console.print(f"batch {step}:", legend())
+    wanted = (r for r in read_records(record_path(folder, step)) if source in (None, r["source"]))
+    console.print(f"step {step}:", legend())
     for record in islice(wanted, count):
         for text in preview.render(record):
             console.print(text, soft_wrap=True)

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from prime_hpc.commands import cli
 from prime_hpc.commands.ledger import render_ledger
@@ -76,7 +77,9 @@ def render(status: RunStatus) -> RenderableType:
     for component in dict.fromkeys(p.component for p in status.processes):
         table.add_row(component, *_row([p for p in status.processes if p.component == component]))
     startup = [describe(status.startup_s)] if status.startup_s else []
-    return Group(_headline(status), *startup, "", table)
+    paused = [Text(f"paused, since {status.paused}", style="red")] if status.paused else []
+    evaluated = [f"evaluated {line}" for line in status.evaluated]
+    return Group(_headline(status), *paused, *startup, *evaluated, "", table)
 
 
 def _headline(status: RunStatus) -> str:
@@ -86,7 +89,8 @@ def _headline(status: RunStatus) -> str:
         "sampled tokens/s": _number(status.sampled_tokens_per_s),
         "last progress": status.progress_age_s is not None and f"{status.progress_age_s:.0f} s ago",
     }
-    head = f"{status.run}, attempt {status.attempt}: {status.phase}, step {status.step} of {status.max_steps}"
+    step = f", step {status.step} of {status.max_steps}" if status.max_steps else ""
+    head = f"{status.run}, attempt {status.attempt}: {status.phase}{step}"
     return " | ".join([head, *(f"{name} {value}" for name, value in numbers.items() if value)])
 
 

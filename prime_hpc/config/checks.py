@@ -177,8 +177,10 @@ def _is_importable(function: str) -> bool:
 
 
 def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
-    if not config.env.train:
-        yield ConfigProblem("env.train", [], "at least one training source")
+    if not config.env.train and config.mode == "rl":
+        yield ConfigProblem("env.train", [], "at least one training source; mode=sample evaluates without any")
+    elif not config.env.train and not config.env.eval.sources:
+        yield ConfigProblem("env.train", [], "at least one source, or some in env.eval.sources to evaluate alone")
     seen: dict[str, str] = {}
     for key, source in _all_sources(config):
         name = source_name(source)

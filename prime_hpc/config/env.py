@@ -72,12 +72,13 @@ class SourceConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Evaluation during training."""
+    """Evaluation during training, or alone: with mode=sample and no training source."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
     every: NonNegative = 0
-    """Steps between evaluations; 0 evaluates at the end only, where there are sources."""
+    """Steps between evaluations; 0 evaluates at the end only, where there are sources. A run that trains nothing
+    does so once, whatever is said here."""
     every_s: Seconds | None = None
     """Seconds between evaluations, beside `every`: the first version after them is evaluated."""
     rollouts_per_task: Positive = 1
@@ -99,7 +100,7 @@ class EnvConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation sources."""
     workers: Positive = 2
-    """Worker processes of each source."""
+    """Worker processes of each training source; an evaluation source has one, or as many where nothing is trained."""
     rollouts_per_worker: Positive = 128
     """Episodes that one worker runs at once."""
     rollout_timeout_s: Seconds = 600.0

@@ -55,4 +55,5 @@ class PauseConfig:
     __pydantic_config__ = FORBID_UNKNOWN
 
     max_s: Seconds = 600.0
-    """A run in which a source has paused for so long saves and leaves."""
+    """A run in which a source has paused for so long saves and leaves; after a minute where none of its episodes has
+    ever ended well."""

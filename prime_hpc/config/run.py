@@ -36,8 +36,9 @@ class RunConfig:
 
     mode: Literal["rl", "sft", "sample", "replay", "serve", "bench", "bench_inference"] = "rl"
     """rl: sample, score and train at once. sft: train on rows of messages. sample: rl without a trainer, so `max_steps`
-    batches of the base model. replay: train on what another run recorded. serve: engines only. bench: time the trainer
-    on made-up batches and random weights. bench_inference: time the engines under made-up requests."""
+    batches of the model as it is; without training sources, its evaluation alone. replay: train on what another run
+    recorded. serve: engines only. bench: time the trainer on made-up batches and random weights. bench_inference: time
+    the engines under made-up requests."""
     run: RunSection = field(default_factory=RunSection)
     """Identity of the run."""
     seed: int = 0
@@ -82,3 +83,8 @@ class RunConfig:
     """What happens when too many episodes fail in their environment."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether the run has no steps: it evaluates its model and ends."""
+        return self.mode == "sample" and not self.env.train

@@ -144,9 +144,11 @@ class MonitorConfig:
     wandb_entity: str | None = None
     """W&B team or user."""
     rollouts: bool = True
-    """Write rollout records to `rollouts/step_N.jsonl.zst`."""
+    """Write rollout records to `rollouts/step_N.jsonl.zst`, those of evaluations to the same below
+    `rollouts/evaluations`."""
     rollouts_gib: Annotated[float, Field(gt=0)] | None = None
-    """Records past this size together are removed, oldest first; all are kept when left out."""
+    """Records past this size together are removed, oldest first; all are kept when left out. Those of evaluations have
+    as much for themselves."""
 
 
 @dataclass(kw_only=True)

@@ -174,7 +174,7 @@ class Supervisor:
         late = time.monotonic() - self._complete_since > LEAVE_S
         if left and not late:
             return None
-        if not drained or not self._drain or self._step() >= self._config.max_steps:
+        if not drained or not self._drain or self._config.evaluates_alone or self._step() >= self._config.max_steps:
             return Ending("complete")
         return Ending("drained", words=f"{self._drain.by} asked: {self._drain.why}", goes_on=self._drain.goes_on)
 

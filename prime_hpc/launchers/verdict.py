@@ -1,9 +1,11 @@
 """How an attempt ended, for people and for the shell."""
 
+from prime_hpc.cluster.files import read_json
 from prime_hpc.cluster.lease import EXIT_FENCED
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.launchers.supervisor import Ending
 from prime_hpc.launchers.view import View
+from prime_hpc.observe.evaluation import describe_evaluation
 
 EXIT_INTERRUPTED = 130
 
@@ -14,6 +16,8 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
         case "complete":
             if paths.bench_table.exists():
                 view.say(paths.bench_table.read_text())
+            for line in describe_evaluation(read_json(paths.summary) or {}):
+                view.say(f"evaluated {line}")
             view.say(f"complete; everything lies in {paths.root}")
             return 0
         case "drained":

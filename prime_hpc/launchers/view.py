@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from prime_hpc.observe.snapshot import Snapshot
 from prime_hpc.plan.run_plan import RunPlan
@@ -33,18 +34,22 @@ def open_view(plan: RunPlan, live: bool) -> Iterator[View]:
 
 
 class PlainView:
-    """One line for every change of a state, every new step and every evaluation."""
+    """One line for every change of a state, every reason for a pause, every new step and every evaluation."""
 
     def __init__(self, console: Console):
         self._console = console
         self._states: dict[str, str] = {}
         self._reached: tuple[Any, Any] = (None, None)
+        self._paused = ""
 
     def show(self, snapshot: Snapshot) -> None:
         for name, state in snapshot.states.items():
             if self._states.get(name, "waiting") != state:
                 self.say(f"{name}: {state}")
         self._states = snapshot.states
+        if snapshot.paused not in ("", self._paused):
+            self.say(f"paused, since {snapshot.paused}")
+        self._paused = snapshot.paused
         reached = snapshot.progress.get("step"), snapshot.progress.get("evaluated")
         if reached != self._reached and reached != (None, None):
             self.say(progress_line(snapshot))
@@ -66,7 +71,8 @@ class LiveView:
         table.add_column("state")
         for name, state in snapshot.states.items():
             table.add_row(name, f"[red]{state}" if state == "failed" else state)
-        self._screen.update(Group(table, "", progress_line(snapshot)))
+        paused = [Text(f"paused, since {snapshot.paused}", style="red")] if snapshot.paused else []
+        self._screen.update(Group(table, "", progress_line(snapshot), *paused))
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)

@@ -62,7 +62,7 @@ class Beat(msgspec.Struct, kw_only=True):
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """What a process last published in the rendezvous directory."""
+    """What a process last published in the rendezvous directory; `paused` says why it pauses."""
 
     process: str
     attempt: int
@@ -71,6 +71,7 @@ class Record(msgspec.Struct, kw_only=True):
     pid: int = 0
     host: str = ""
     error: str = ""
+    paused: str = ""
     step: int | None = None
     progress: dict[str, float | int | str | None] = {}
 

@@ -25,10 +25,10 @@ NOTHING: Mapping[str, Sample] = MappingProxyType({})
 
 
 class RolloutRecorder:
-    """Writes `rollouts/step_N.jsonl.zst`, whole or absent."""
+    """Writes `step_N.jsonl.zst` into a folder, whole or absent."""
 
-    def __init__(self, role: Role):
-        self._role = role
+    def __init__(self, role: Role, folder: Path):
+        self._role, self._folder = role, folder
         self._lines: dict[int, list[bytes]] = defaultdict(list)
 
     def add(self, step: int, done: RolloutDone, trained: Mapping[str, Sample] = NOTHING) -> None:
@@ -46,7 +46,7 @@ class RolloutRecorder:
         """
         data = zstandard.ZstdCompressor().compress(b"".join(self._lines.pop(step, [])))
         self._role.lease.check()
-        path = record_path(self._role.paths.rollouts, step)
+        path = record_path(self._folder, step)
         self._role.patience.write(path.name, lambda: write_atomic(path, data))
         if manifest:
             described = msgspec.json.format(msgspec.json.encode(manifest))
@@ -101,6 +101,11 @@ def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample], 
         raise CorruptData(f"{record_path(rollouts, step)} does not hold the samples that its manifest names")
     images = {digest: base64.b64decode(data) for record in records for digest, data in record["images"].items()}
     return manifest, samples, images
+
+
+def evaluations(rollouts: Path) -> Path:
+    """The folder of the rollouts of evaluations, by the step after which they were."""
+    return rollouts / "evaluations"
 
 
 def record_path(rollouts: Path, step: int) -> Path:

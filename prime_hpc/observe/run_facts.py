@@ -79,7 +79,9 @@ class RunFacts:
 
     @property
     def max_steps(self) -> int:
-        return self.plan.config["max_steps"]
+        """Steps of the run; 0 of one that evaluates alone."""
+        config = self.plan.typed_config()
+        return 0 if config.evaluates_alone else config.max_steps
 
     @property
     def processes(self) -> list[str]:

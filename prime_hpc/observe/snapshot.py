@@ -10,10 +10,12 @@ from prime_hpc.plan.run_plan import ProcessPlan
 
 @dataclass(frozen=True)
 class Snapshot:
-    """States of processes by name, and what the orchestrator (in SFT: trainer rank 0) last said of its progress."""
+    """States of processes by name, and what the orchestrator (in SFT: trainer rank 0) last said of its progress, and of
+    why it pauses."""
 
     states: dict[str, str]
     progress: dict[str, Any] = field(default_factory=dict)
+    paused: str = ""
 
 
 def take_snapshot(paths: RunPaths, processes: list[ProcessPlan]) -> Snapshot:
@@ -21,4 +23,4 @@ def take_snapshot(paths: RunPaths, processes: list[ProcessPlan]) -> Snapshot:
     records = {p.name: read_json(paths.rendezvous / f"{p.name}.json") for p in processes}
     states = {name: record["state"] if record else "waiting" for name, record in records.items()}
     speaker = records.get("orchestrator-0") or records.get("trainer-0") or {}
-    return Snapshot(states, speaker.get("progress") or {})
+    return Snapshot(states, speaker.get("progress") or {}, speaker.get("paused") or "")

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from prime_hpc.cluster.files import read_json
+from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
 from prime_hpc.observe.run_facts import RunFacts
 
 REWARD = "train/all/reward"
@@ -34,6 +35,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
+    `paused` says why it pauses, or did when it was stopped; `evaluated` has a line for each source, the last time.
 
     `startup_s` has the milestones up to the attempt's first step, in seconds since its job, or it itself, began.
     """
@@ -41,6 +43,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     run: str
     attempt: int
     phase: str
+    paused: str
     step: int
     max_steps: int
     progress_age_s: float | None
@@ -48,6 +51,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     trained_tokens_per_s: float | None
     sampled_tokens_per_s: float | None
     startup_s: dict[str, float]
+    evaluated: list[str]
     processes: list[ProcessStatus]
 
 
@@ -58,6 +62,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         run=facts.plan.name,
         attempt=facts.attempt,
         phase=_phase(facts),
+        paused=next((record.paused for record in facts.records.values() if record.paused), ""),
         step=step,
         max_steps=facts.max_steps,
         progress_age_s=facts.now - row["time"] if row else None,
@@ -65,6 +70,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         trained_tokens_per_s=row.get(TRAINED),
         sampled_tokens_per_s=row.get(SAMPLED),
         startup_s=(read_json(facts.paths.startup) or {}).get("seconds", {}) if facts.newest else {},
+        evaluated=describe_evaluation(newest_evaluation(facts.metrics)),
         processes=[_process(name, facts) for name in facts.processes],
     )
 
@@ -76,8 +82,13 @@ def _phase(facts: RunFacts) -> str:
         states = [_state(name, facts) for name in facts.processes]
         return "serving" if all(state == "ready" for state in states) else "starting"
     if facts.live:
-        return "running" if facts.steps else "starting"
+        return "running" if facts.steps or _samples(facts) else "starting"
     return "ended" if facts.attempts else "not started"
+
+
+def _samples(facts: RunFacts) -> bool:
+    """Whether a run without a trainer, which need not make a step, is at work."""
+    return facts.plan.config.get("mode") == "sample" and _state("orchestrator-0", facts) in ("sampling", "paused")
 
 
 def _process(name: str, facts: RunFacts) -> ProcessStatus:

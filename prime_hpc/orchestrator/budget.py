@@ -28,6 +28,8 @@ class ErrorBudget:
         """Why it pauses."""
         self.closed = False
         """The run leaves: what still comes is neither held back nor judged."""
+        self.proven = False
+        """An episode has ended without such an error."""
         self._errors = deque[bool](maxlen=WINDOW)
         self._since = self._earlier_s = 0.0
         self._probing = asyncio.Lock()
@@ -53,13 +55,15 @@ class ErrorBudget:
         if failure and failure.kind != "environment":
             return
         self._errors.append(failure is not None)
+        self.proven |= failure is None
         share = sum(self._errors) / len(self._errors)
         if self.paused and not failure:
             self._go_on()
         elif not self.paused and failure and len(self._errors) >= MINIMUM and share > self._limit:
+            said = " ".join(failure.message.split())
             self.paused = (
                 f"{share:.0%} of the last {len(self._errors)} episodes of {self.source} failed, more than "
-                f"env.error_budget = {self._limit:.0%}; the last one: {failure.type}: {failure.message}"
+                f"env.error_budget = {self._limit:.0%}; the last one: {failure.type}: {said}"
             )
             self._since = time.monotonic()
             self._log.error("pausing, since %s", self.paused)

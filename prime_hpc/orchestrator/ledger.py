@@ -16,8 +16,9 @@ from prime_hpc.cluster.role import Role
 from prime_hpc.observe.curve import draw_reward_curve
 from prime_hpc.observe.monitor import Monitor, read_metrics
 from prime_hpc.observe.preview import Preview, legend
-from prime_hpc.observe.records import BatchManifest, RolloutRecorder, read_records, record_path
+from prime_hpc.observe.records import BatchManifest, RolloutRecorder, evaluations, read_records, record_path
 from prime_hpc.orchestrator.batches import Batch, BatchShelf
+from prime_hpc.orchestrator.evals import Evaluation
 from prime_hpc.orchestrator.fleet import UpdateTimes
 from prime_hpc.orchestrator.report import Metrics, batch_metrics, losses, summarise
 from prime_hpc.orchestrator.runner import Runner
@@ -38,7 +39,9 @@ class Ledger:
     def __init__(self, role: Role, start_step: int):
         self._role = role
         self._monitor = Monitor(role)
-        self._recorder = RolloutRecorder(role) if role.config.monitor.rollouts else None
+        records, rollouts = role.config.monitor.rollouts, role.paths.rollouts
+        self._recorder = RolloutRecorder(role, rollouts) if records else None
+        self._evaluations = RolloutRecorder(role, evaluations(rollouts)) if records else None
         self._begin = time.monotonic()
         self._rows: dict[int, Metrics] = defaultdict(dict)
         rows = read_metrics(role.paths.metrics)
@@ -87,8 +90,13 @@ class Ledger:
         """More about batch `step`, whose row is not written yet."""
         self._rows[step].update(metrics)
 
-    def evaluated(self, step: int, metrics: Metrics) -> None:
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Write down an evaluation, and show the reward of each source at once, since after the last nobody looks."""
+        metrics = evaluation.metrics
+        if self._evaluations:
+            for done in evaluation.rollouts:
+                self._evaluations.add(step, done)
+            await asyncio.to_thread(self._evaluations.flush, step)
         self._monitor.log(step, metrics)
         rewards = {source: metrics[key] for key in metrics for source in re.findall("^eval/([^/]+)/reward$", key)}
         self._progress.update(evaluated=step, **{f"eval_{source}": reward for source, reward in rewards.items()})
@@ -96,7 +104,7 @@ class Ledger:
 
     async def answer(self, shelf: BatchShelf, request: BatchRequest) -> RankBatch:
         """The shelf's answer, after the report that came with the question was taken down."""
-        if request.report and request.report.step > self._reported:
+        if request.report:
             await self.report(request.report)
         return await shelf.answer(request)
 
@@ -112,7 +120,8 @@ class Ledger:
             self._idle_ticks += scheduler.inflight == 0
             counts = {"ready": scheduler.ready_rollouts, "inflight": scheduler.inflight}
             self._progress.update(served=versions.served.step, **counts)
-            self._role.rendezvous.publish("paused" if runner.paused else "sampling", progress=self._progress)
+            self._role.rendezvous.publish("paused" if runner.paused else "sampling", progress=self._progress,
+                                          paused=runner.paused or "")  # fmt: skip
             self._role.heart.progress(f"pausing, since {runner.paused}" if runner.paused
                                       else f"sampling, {scheduler.inflight} rollouts in flight")  # fmt: skip
             await asyncio.sleep(TICK_S)
@@ -126,7 +135,9 @@ class Ledger:
         draw_reward_curve(paths.metrics, paths.root / "reward_curve.png", self._role.plan.name)
 
     async def report(self, report: StepReport) -> None:
-        """Write the row of a step, with what the trainer measured."""
+        """Write the row of a step, with what the trainer measured, unless it is there already."""
+        if report.step <= self._reported:
+            return
         now = time.monotonic()
         row = {**self._rows.pop(report.step, {}), **report.metrics, **self._update}
         self._update = {}

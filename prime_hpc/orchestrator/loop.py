@@ -1,17 +1,16 @@
 """The orchestrator's driver: sample without pause, cut a batch whenever one is due, follow the trainer's versions."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.checks import source_name
-from prime_hpc.errors import DeadlineExceeded, EnvironmentFailure
+from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.batches import Batch, BatchMaker, BatchShelf
 from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluator
@@ -22,10 +21,12 @@ from prime_hpc.orchestrator.journal import BatchCut, Memory, RecordedBatch, open
 from prime_hpc.orchestrator.ledger import Ledger
 from prime_hpc.orchestrator.live import LiveControl
 from prime_hpc.orchestrator.load import LoadControl
+from prime_hpc.orchestrator.report import describe_outcome
 from prime_hpc.orchestrator.runner import Runner
 from prime_hpc.orchestrator.scheduler import Scheduler
 from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.orchestrator.versions import Versions
+from prime_hpc.orchestrator.waiting import in_time
 from prime_hpc.plan.run_plan import read_forks
 from prime_hpc.transport.batches import open_server
 from prime_hpc.transport.checkpoints import CheckpointManifest, find_latest, oldest_offset, read_manifest
@@ -77,8 +78,9 @@ class Orchestrator:
                 tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions, self.runner)),
                 tasks.create_task(self._watch_drain()),
             ]
-            await self._evaluate(self.start_step, first=True)
-            while self.versions.shipped < self.config.max_steps:
+            if self.trains:
+                await self._evaluate(self.start_step, first=True)
+            while not self.config.evaluates_alone and self.versions.shipped < self.config.max_steps:
                 batch = await self._cut(self.versions.shipped + 1)
                 if batch is None:
                     break
@@ -100,7 +102,8 @@ class Orchestrator:
             await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}
         names = [*train, *(source_name(s) for s in self.config.env.eval.sources)]
-        await self.pool.wait_ready(names, self.config.env.start_timeout_s)
+        with self.role.heart.waiting("workers of every source", "environment", self.config.env.start_timeout_s):
+            await self.pool.wait_ready(names, self.config.env.start_timeout_s)
         self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
         self.tasks.restore(self.journal.state)
         self.runner = Runner(self.role, self.pool, self.fleet, self.frozen)
@@ -119,6 +122,7 @@ class Orchestrator:
             batch = maker.make_again(recorded)
             await self.shelf.put(batch)
             await self.ledger.shipped(batch, recorded.cut.lineage)
+            await self._pass_over(batch.step)
 
     async def _answer(self, request: BatchRequest) -> RankBatch:
         """The batch that a rank asks for, if need be from the journal.
@@ -152,7 +156,7 @@ class Orchestrator:
         """
         near = step - self.config.orchestrator.max_lead
         trained = self.versions.wait_until(lambda: self.versions.published.step >= near or self.drained)
-        await self._wait(f"version {near}", "trainer-0", trained)
+        await in_time(self.role, f"version {near}", "trainer-0", trained)
         for _ in range(self.config.orchestrator.max_empty_batches):
             groups = await self._take(step)
             if self.drained:
@@ -165,14 +169,15 @@ class Orchestrator:
             self.scheduler.drop(batch.groups, "no_gradient")
             self.role.log.warning("no token of %d rollouts carries an advantage, sampling on", len(batch.rollouts))
         raise EnvironmentFailure(f"{self.config.orchestrator.max_empty_batches} batches in a row had no trainable "
-                                 "token: every group has equal rewards; change the tasks or the reward")  # fmt: skip
+                                 f"token: every group has equal rewards ({describe_outcome(groups)}); "
+                                 "change the tasks or the reward")  # fmt: skip
 
     async def _take(self, step: int) -> list[Group]:
         """Groups of batch `step`; none once the run is asked to leave."""
         size, scheduler = self.config.orchestrator.batch_size, self.scheduler
         async with scheduler.changed:
             enough = scheduler.changed.wait_for(lambda: scheduler.enough(step) or self.drained)
-            await self._wait(f"{size} finished rollouts", "environment", enough)
+            await in_time(self.role, f"{size} finished rollouts", "environment", enough)
         return [] if self.drained else scheduler.take(step)
 
     async def _ship(self, batch: Batch) -> None:
@@ -198,12 +203,16 @@ class Orchestrator:
         self._give_up()
         await self.ledger.shipped(batch, self.lineages.current, self.scheduler.given_up)
         self.scheduler.given_up.clear()
-        if not self.trains:
-            self.versions.published = PolicyVersion(self.lineages.current, batch.step)
-            await self.ledger.report(StepReport(step=batch.step, metrics={}))
+        await self._pass_over(batch.step)
         await self.scheduler.notify()
         self.role.heart.progress(f"shipped batch {batch.step}")
         self.role.reach("batch.after")
+
+    async def _pass_over(self, step: int) -> None:
+        """Where nobody trains, a batch is done once it is shipped."""
+        if not self.trains:
+            self.versions.published = PolicyVersion(self.lineages.current, step)
+            await self.ledger.report(StepReport(step=step, metrics={}))
 
     async def _close(self) -> None:
         """Stop sampling, let the trainer finish what was shipped, and evaluate what came of it."""
@@ -211,7 +220,7 @@ class Orchestrator:
         await self.shelf.close(last)
         await self.scheduler.close()
         self.role.reach("shutdown.before")
-        await self._wait(f"the report of step {last}", "trainer-0", self.ledger.wait_reported(last))
+        await in_time(self.role, f"the report of step {last}", "trainer-0", self.ledger.wait_reported(last))
         await asyncio.to_thread(self._wait_trained)
         self.role.reach("shutdown.during")
         await self._evaluate(last, last=True)
@@ -233,33 +242,25 @@ class Orchestrator:
         await self._evaluate(version.step)
 
     async def _evaluate(self, step: int, *, first: bool = False, last: bool = False) -> None:
+        """Evaluate the policy after `step`, if that is due. One that nobody trains is always the same."""
         if not self.evaluator.due(step, first=first, last=last) or (step == self.config.max_steps and not last):
             return
         if self.failure:
             return
-        await self.versions.wait_served(step)
+        version = PolicyVersion.parse(self.config.inference.attach.version)
+        if self.trains:
+            await in_time(self.role, f"version {step} in force", "inference-0", self.versions.wait_served(step))
+            version = self.versions.served
         self.role.reach("evaluation.before")
-        self.ledger.evaluated(step, await self.evaluator.run(self.versions.served))
+        await self.ledger.evaluated(step, await self.evaluator.run(version))
         self.role.reach("evaluation.after")
-
-    async def _wait(self, what: str, owner: str, awaited: Coroutine[Any, Any, object]) -> None:
-        """Await what another process owes, under its name and the deadline that the trainer has for a batch.
-
-        Raises:
-            DeadlineExceeded: it did not come.
-        """
-        timeout_s = self.config.trainer.batch_timeout_s
-        with self.role.heart.waiting(what, owner, timeout_s):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await awaited
-            except TimeoutError:
-                raise DeadlineExceeded(self.role.process.name, what, owner, timeout_s) from None
 
     def _wait_trained(self) -> None:
         """The ranks still need answers until they have marked themselves trained."""
         for rank in self.role.plan.of("trainer"):
-            self.role.rendezvous.wait(rank.name, "trained", self.config.trainer.collective_timeout_s)
+            timeout_s = self.config.trainer.collective_timeout_s
+            with self.role.heart.waiting("its last checkpoint", rank.name, timeout_s):
+                self.role.rendezvous.wait(rank.name, "trained", timeout_s)
 
     async def _finish(self) -> None:
         await self.fleet.close()

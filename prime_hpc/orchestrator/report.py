@@ -1,16 +1,21 @@
 """Numbers of a step, of an evaluation and of the whole run."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from prime_hpc.algorithms.estimators import estimates
+from prime_hpc.observe.evaluation import newest_evaluation
 from prime_hpc.orchestrator.batches import Batch
-from prime_hpc.transport.messages import Rollout
+from prime_hpc.orchestrator.groups import Group
+from prime_hpc.transport.messages import Rollout, RolloutDone
 
 Metrics = dict[str, float]
+REPLY_CHARS = 160
+"""Of a reply that is quoted."""
 
 
 def batch_metrics(batch: Batch) -> Metrics:
@@ -31,6 +36,33 @@ def batch_metrics(batch: Batch) -> Metrics:
     for source in ("all", *sorted({r.source for r in rollouts})):
         metrics.update(_scores(f"train/{source}", [r for r in batch.scored if source in ("all", r.source)]))
     return metrics
+
+
+def describe_outcome(groups: Sequence[Group]) -> str:
+    """`in the last, exact is 0 and a reply 'abc'`: the rewards of groups by name and what the model said, in a line."""
+    ended = [done for group in groups for done in group.done]
+    scored = [done for done in ended if done.rollout.failure is None]
+    if not scored:
+        return f"in the last, all {len(ended)} rollouts failed"
+    values: dict[str, list[float]] = {}
+    for done in scored:
+        for name, value in (done.rollout.rewards or {"the reward": done.rollout.reward or 0.0}).items():
+            values.setdefault(name, []).append(value)
+    rewards = ", ".join(f"{name} is {_range(found)}" for name, found in sorted(values.items()))
+    return f"in the last, {rewards} and a reply {_reply(scored[-1])!r}"
+
+
+def _range(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+def _reply(done: RolloutDone) -> str:
+    """The last words of the model, shortened."""
+    messages = msgspec.json.decode(done.messages)
+    said = next((m.get("content") for m in reversed(messages) if m.get("role") == "assistant"), "")
+    text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
+    return text if len(text) <= REPLY_CHARS else f"{text[:REPLY_CHARS]}..."
 
 
 def losses(given_up: Mapping[str, list[float]]) -> Metrics:
@@ -54,7 +86,8 @@ def eval_metrics(source: str, rollouts: list[Rollout]) -> Metrics:
 
 
 def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> dict[str, Any]:
-    """The run's summary from metrics by step; `mismatch_abs_mean` is weighted by tokens, null where none compared."""
+    """The run's summary from metrics by step, the newest evaluation among them; `mismatch_abs_mean` is weighted by
+    tokens, null where none compared."""
     rewards = [row["train/all/reward"] for _, row in sorted(rows.items()) if row.get("train/all/reward") is not None]
     tokens = np.array([row.get("mismatch/tokens") or 0.0 for row in rows.values()])
     means = np.array([row.get("mismatch/abs_mean") or 0.0 for row in rows.values()])
@@ -67,6 +100,7 @@ def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> 
         "mismatch_tokens": int(compared),
         "wall_s": round(wall_s, 2),
         **idle,
+        **newest_evaluation(rows),
     }
 
 

@@ -15,6 +15,9 @@ from prime_hpc.orchestrator.frozen import FrozenModels
 from prime_hpc.transport.messages import Endpoint, PolicyVersion, RolloutDone, RunRollout
 
 RETRY_PAUSE_S = 1.0
+UNPROVEN_S = 60.0
+"""A source none of whose episodes has ever ended well is given up after this: more likely its code is wrong than that
+something it needs comes back."""
 
 
 class Runner:
@@ -57,10 +60,13 @@ class Runner:
 
     @property
     def paused_too_long(self) -> EnvironmentFailure | None:
-        """Why the run is to leave: a source that has paused for `pause.max_s`."""
+        """Why the run is to leave: a source that has paused for `pause.max_s`, or has never worked."""
         for budget in self._budgets.values():
-            if budget.paused and budget.paused_s > self._config.pause.max_s:
-                return EnvironmentFailure(f"{budget.paused}; saved and left after a pause of {budget.paused_s:.0f} s")
+            longest = self._config.pause.max_s if budget.proven else min(self._config.pause.max_s, UNPROVEN_S)
+            if budget.paused and budget.paused_s > longest:
+                never = "" if budget.proven else "; no episode of it has ever ended well"
+                return EnvironmentFailure(f"{budget.paused}; saved and left after a pause of {budget.paused_s:.0f} s"
+                                          f"{never}")  # fmt: skip
         return None
 
     def release(self) -> None:

@@ -103,7 +103,8 @@ def _process(config: RunConfig, name: str, component: str, index: int, module: s
 
 def _environments(config: RunConfig) -> Iterator[ProcessPlan]:
     sources = [(s, "train", config.env.workers) for s in config.env.train]
-    sources += [(s, "eval", 1) for s in config.env.eval.sources]
+    evaluators = config.env.workers if config.evaluates_alone else 1
+    sources += [(s, "eval", evaluators) for s in config.env.eval.sources]
     for source, kind, workers in sources:
         for i in range(workers):
             name = source_name(source)

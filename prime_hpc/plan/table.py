@@ -3,20 +3,26 @@
 from rich.console import Group
 from rich.table import Table
 
+from prime_hpc.config.run import RunConfig
 from prime_hpc.plan.run_plan import RunPlan
 from prime_hpc.plan.units import Unit, units
 
 
 def render(plan: RunPlan) -> Group:
     """Placement and one line about the run: by process on one node, by restart unit on several."""
-    config = plan.config
-    origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config['model']['path']}"
-    length = "until it is stopped" if config["mode"] == "serve" else f"{config['max_steps']} steps"
-    facts = f"{plan.name}: attempt {plan.attempt}, {config['mode']}, {length}, {origin}"
-    if config["mode"] == "rl":
-        facts += f"; weights by {plan.typed_config().update.chosen}"
+    config = plan.typed_config()
+    origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config.model.path}"
+    facts = f"{plan.name}: attempt {plan.attempt}, {config.mode}, {_length(config)}, {origin}"
+    if config.mode == "rl":
+        facts += f"; weights by {config.update.chosen}"
     tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]
     return Group(facts, plan.run_dir, "", *tables)
+
+
+def _length(config: RunConfig) -> str:
+    if config.mode == "serve":
+        return "until it is stopped"
+    return "an evaluation" if config.evaluates_alone else f"{config.max_steps} steps"
 
 
 def _process_table(plan: RunPlan) -> Table:

@@ -31,7 +31,8 @@ def guess(config: RunConfig) -> Workload:
         return Workload(config.seq_len / 4, config.seq_len / 4, "guess: rows of half of seq_len")
     if config.mode == "bench":
         return Workload(config.seq_len / 2, config.seq_len / 2, "samples of seq_len")
-    limits = [source.sampling.max_tokens or config.seq_len for source in config.env.train] or [config.seq_len]
+    sources = config.env.train or config.env.eval.sources
+    limits = [source.sampling.max_tokens or config.seq_len for source in sources] or [config.seq_len]
     completion = float(np.mean(limits)) / 2
     words = "guess: replies of half of their limit, prompts of a quarter of the rest"
     return Workload((config.seq_len - completion) / 4, completion, words)

@@ -147,6 +147,7 @@ def test_a_source_past_its_error_budget_has_the_run_save_and_leave(tmp_path: Pat
     code, text = run.wait()
     assert code == 1
     assert re.search(r"EnvironmentFailure: \d+% of the last \d+ episodes of zoo failed, .*a pause of \d+ s", text)
+    assert re.search(r"paused, since \d+% of the last \d+ episodes of zoo failed, .*; the last one: \w+: ", text)
     steps = run.summary["steps"]
     assert steps >= 1 and run.record("trainer-0")["checkpoint"].endswith(f"step_{steps}")
     assert run.reported == list(range(1, steps + 1)) and not run.survivors()

@@ -15,6 +15,7 @@ import pytest
 
 from prime_hpc.cluster import secrets
 from prime_hpc.commands import chat
+from prime_hpc.observe.records import evaluations, read_records, record_path
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import take_status
 from tests.integration.runs import ForkedRun, LocalRun
@@ -96,6 +97,17 @@ def test_a_run_attaches_changes_the_weights_and_leaves_the_fleet_as_it_is(fleet:
     assert "inference" not in {p["component"] for p in json.loads((run.root / "plan.json").read_text())["processes"]}
     assert [row["version"] for row in table(fleet)] == ["0.2", "0.2"]
     assert [fleet.record(f"inference-{i}")["pid"] for i in range(2)] == pids
+    evaluated = ForkedRun(fleet.root.parent, tiny_model, "evaluated", f"inference.attach.run={fleet.root}",
+                          "inference.attach.version=0.2", experiment="eval_reverse_text_cpu")  # fmt: skip
+    code, text = evaluated.wait(DEADLINE_S)
+    assert code == 0, text
+    [row] = evaluated.metrics
+    assert (row["step"], row["eval/held_out/version"], row["eval/held_out/mixed"]) == (0, 2, 0)
+    reward = evaluated.summary["eval/held_out/reward"]
+    assert row["eval/held_out/reward"] == row["eval/held_out/avg@4"] == reward
+    assert f"evaluated held_out: reward {reward:.4g}, errors 0, avg@4 {reward:.4g}, pass@1 " in text
+    records = list(read_records(record_path(evaluations(evaluated.root / "rollouts"), 0)))
+    assert len(records) == 256 and sum(record["reward"] for record in records) / 256 == pytest.approx(reward)
     claim = {"holder": "another run", "seconds": 1.0, "exclusive": True}
     headers = {"Authorization": f"Bearer {secrets.token_file(fleet.root).read_text()}"}
     for row in table(fleet):

@@ -18,12 +18,15 @@ from tests.integration.runs import ForkedRun, LocalRun
 SKILL = "inference.engine_args={skill0: 0.4, skill_per_version: 0.01, token_s: 0.002}"
 
 
+HELD_OUT = ("env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, args: {seed: 9}, num_tasks: 3, "
+            "sampling: {max_tokens: 14}}]")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[LocalRun, LocalRun]:
     """Two runs at the same time in one folder: one over ZMQ with evaluation, one over files."""
     output = tmp_path_factory.mktemp("outputs")
-    evaluated = ("env.eval.every=2", "env.eval.sources=[{id: prime_hpc.envs.reverse_text, name: held_out, "
-                 "args: {seed: 9}, num_tasks: 3, sampling: {max_tokens: 14}}]")  # fmt: skip
+    evaluated = ("env.eval.every=2", HELD_OUT)
     first = LocalRun(output, tiny_model, "first", "max_steps=4", SKILL, "checkpoint.every=2", *evaluated)
     second = ForkedRun(output, tiny_model, "second", "max_steps=3", SKILL, "orchestrator.transport=files", "seed=7",
                       "inference.replicas=2", "monitor.wandb=offline", f"cluster.scratch={output}",
@@ -128,12 +131,18 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
 
 
 def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path: Path, tiny_model: Path) -> None:
-    lost = Fault(process="inference-0", point="sampling.during", action="SIGKILL", count=40)
+    faults = [Fault(process="inference-0", point="sampling.during", action="SIGKILL", count=40),
+              Fault(process="orchestrator-0", point="batch.during", action="SIGKILL", count=3)]  # fmt: skip
     run = ForkedRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", "orchestrator.max_inflight=auto",
-                    "inference.engine_args={skill0: 0.5, token_s: 0.02, kv_tokens: 512}", faults=[lost])  # fmt: skip
+                    "inference.engine_args={skill0: 0.5, token_s: 0.02, kv_tokens: 512}", HELD_OUT, "env.eval.every=2",
+                    faults=faults)  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
-    assert "inference-0 left the rotation" in run.log("orchestrator-0")
+    assert [(row["step"], row["eval/held_out/version"]) for row in run.metrics if "eval/held_out/reward" in row] == [
+        (12, 0.0)
+    ], "what nobody trains is evaluated once"
+    said = run.log("orchestrator-0") + (run.root / "logs/attempt_1/orchestrator-0.restart_1.log").read_text()
+    assert "inference-0 left the rotation" in said
     assert run.cut == list(range(1, 13)) and run.summary["steps"] == 12
     manifest, samples, _ = read_batch(run.root / "rollouts", 12)
     assert manifest.step == 12 and samples, "the base model is not too old for step 12"

@@ -87,6 +87,19 @@ def test_status_is_a_row_a_component(run: RunDir, capsys: pytest.CaptureFixture[
     assert trainer == "trainer 2 2 training 2 trainer-1: batch 13 from orchestrator-0, 12 of 3600 s"
 
 
+def test_status_says_why_the_run_pauses_or_did(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.record("orchestrator-0", "paused", at=5, paused="60% of the last 20 episodes of words failed")
+    assert status.main([str(run.paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "paused, since 60% of the last 20 episodes of words failed"
+
+
+def test_status_has_the_figures_of_the_last_evaluation(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.step(4, at=4, **{"eval/held_out/reward": 0.5, "eval/held_out/pass@4": 0.75})
+    run.step(5, at=5)
+    assert status.main([str(run.paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "evaluated held_out: reward 0.5, pass@4 0.75"
+
+
 def test_status_as_json_has_every_process(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.record("env-words-0", "ready", at=5)
     run.beat("env-words-0", at=6, doing="8 rollouts")

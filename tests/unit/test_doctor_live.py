@@ -1,5 +1,6 @@
 """Runs that work, start, end well, recover or hang."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,32 @@ def test_a_healthy_run(run: RunDir) -> None:
     diagnosis = run.diagnose(now=100)
     assert (diagnosis.verdict, diagnosis.exit_status) == ("healthy", 0)
     assert diagnosis.headline == "nothing is wrong: step 12 of 90, last progress 3 s ago"
+
+
+WHY = "100% of the last 20 episodes of words failed, more than env.error_budget = 50%; the last one: TaskError: oh"
+
+
+def test_a_run_that_pauses_is_not_healthy_nor_is_it_once_it_was_stopped(run: RunDir) -> None:
+    run.lease(at=19)
+    run.record("orchestrator-0", "paused", at=19, paused=WHY)
+    paused = run.diagnose(now=20)
+    run.event("interrupted", at=21, reason="interrupted, stopping every process")
+    for diagnosis in (paused, run.diagnose(now=500)):
+        assert (diagnosis.verdict, diagnosis.cause, diagnosis.exit_status) == ("failed", "error budget", 1)
+        assert diagnosis.headline == f"too many episodes failed in their environment: {WHY}"
+        assert diagnosis.evidence[0].file == "rendezvous/orchestrator-0.json"
+
+
+def test_a_pause_that_is_over_is_forgotten(run: RunDir) -> None:
+    run.lease(at=19)
+    run.record("orchestrator-0", "sampling", at=19, paused="")
+    assert run.diagnose(now=20).verdict == "healthy"
+
+
+def test_an_evaluation_alone_has_its_figures_in_place_of_steps(run: RunDir) -> None:
+    run.paths.metrics.write_text(json.dumps({"step": 0, "time": 0.0, "eval/held_out/reward": 0.25}) + "\n")
+    run.event("complete", at=30)
+    assert run.diagnose(now=40).headline == ("nothing is wrong: the run is complete, evaluated held_out: reward 0.25")
 
 
 def test_a_run_that_starts(run: RunDir) -> None:

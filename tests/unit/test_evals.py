@@ -1,10 +1,13 @@
 """When an evaluation is due, and whether one version alone was evaluated."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
+from prime_hpc.config.checks import find_conflicts
+from prime_hpc.config.compose import compose_run
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.orchestrator.evals import Evaluator, is_pure
@@ -31,6 +34,21 @@ def test_evaluations_are_due_by_steps_or_by_time() -> None:
     assert due(make(every_s=3600.0)) == [4]
     assert due(make(every_s=1e-9)) == [0, 1, 2, 3, 4]
     assert due(make(every=1, sources=[])) == []
+
+
+def test_without_a_training_source_only_a_run_that_does_not_train_may_evaluate(tiny_model: Path) -> None:
+    def refused(*arguments: str) -> list[str]:
+        config = compose_run([f"model.path={tiny_model}", "seq_len=64", *arguments])
+        return [str(problem) for problem in find_conflicts(config)]
+
+    sources = "env.eval.sources=[{id: words}]"
+    assert refused("mode=sample", sources) == []
+    assert refused(sources) == [
+        "env.train = []: expected at least one training source; mode=sample evaluates without any"
+    ]
+    assert refused("mode=sample") == [
+        "env.train = []: expected at least one source, or some in env.eval.sources to evaluate alone"
+    ]
 
 
 def test_a_rollout_is_pure_if_one_version_sampled_all_of_it() -> None:

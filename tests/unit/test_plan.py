@@ -51,6 +51,18 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         place_gpus(config(device="cuda"), gpus=0)
 
 
+def test_an_evaluation_alone_has_engines_and_the_workers_of_its_sources(tmp_path: Path) -> None:
+    made = config()
+    made.mode, made.env.eval.sources, made.env.train = "sample", made.env.train, []
+    plan = build_plan(made, tmp_path / "run", Attempt(), gpus=0)
+    assert [p.name for p in plan.processes] == ["orchestrator-0", "env-reverse_text-0", "env-reverse_text-1",
+                                                "inference-0"]  # fmt: skip
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(render(plan))
+    assert captured.get().startswith("run: attempt 1, sample, an evaluation, starts from ")
+
+
 def test_a_plan_names_every_process_and_survives_a_round_trip(tmp_path: Path) -> None:
     plan = build_plan(config(ranks=2), tmp_path / "run", Attempt(number=3), gpus=0)
     assert [p.name for p in plan.processes] == ["orchestrator-0", "env-reverse_text-0", "env-reverse_text-1",

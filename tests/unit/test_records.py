@@ -43,7 +43,7 @@ def done(name: str, **fields) -> RolloutDone:
 
 
 def test_a_record_holds_what_was_sampled(tmp_path):
-    recorder = RolloutRecorder(role(tmp_path))
+    recorder = RolloutRecorder(role(tmp_path), tmp_path / "rollouts")
     recorder.add(3, done("a", reward=0.5, rewards={"exact": 0.5}, metrics={"length": 2.0}, num_turns=1))
     recorder.flush(3)
     [record] = read_records(tmp_path / "rollouts" / "step_3.jsonl.zst")
@@ -68,7 +68,7 @@ def test_a_record_holds_what_was_sampled(tmp_path):
 
 
 def test_a_sample_that_trained_is_recorded_as_the_trainer_got_it(tmp_path):
-    recorder = RolloutRecorder(role(tmp_path))
+    recorder = RolloutRecorder(role(tmp_path), tmp_path / "rollouts")
     sampled = done("a", reward=1.0)
     [sample] = sampled.rollout.samples
     trained = msgspec.structs.replace(sample, mask=Array.of([0, 0, 1, 1], "bool"),
@@ -80,7 +80,7 @@ def test_a_sample_that_trained_is_recorded_as_the_trainer_got_it(tmp_path):
 
 
 def test_failures_are_records_too_and_order_is_kept(tmp_path):
-    recorder = RolloutRecorder(role(tmp_path))
+    recorder = RolloutRecorder(role(tmp_path), tmp_path / "rollouts")
     recorder.add(1, done("a", reward=1.0))
     recorder.add(2, done("c", reward=1.0))
     recorder.add(1, done("b", failure=Failure(kind="environment", type="Timeout", message="600 s")))
@@ -94,14 +94,14 @@ def test_failures_are_records_too_and_order_is_kept(tmp_path):
 
 def test_a_later_attempt_replaces_the_file_of_a_step(tmp_path):
     for name in ("old", "new"):
-        recorder = RolloutRecorder(role(tmp_path))
+        recorder = RolloutRecorder(role(tmp_path), tmp_path / "rollouts")
         recorder.add(1, done(name, reward=1.0))
         recorder.flush(1)
     assert [r["rollout_id"] for r in read_records(record_path(tmp_path / "rollouts", 1))] == ["new"]
 
 
 def test_a_fenced_attempt_writes_nothing(tmp_path):
-    recorder = RolloutRecorder(role(tmp_path))
+    recorder = RolloutRecorder(role(tmp_path), tmp_path / "rollouts")
     recorder.add(1, done("a", reward=1.0))
     write_json(tmp_path / "rendezvous" / "lease.json", {"attempt": 2, "beat": 1.0})
     with pytest.raises(InfrastructureFailure, match="attempt 2 has taken over"):
@@ -119,14 +119,14 @@ def test_version_runs(versions, runs):
 
 def test_records_past_their_budget_are_removed_oldest_first(tmp_path: Path) -> None:
     owner = role(tmp_path, monitor=MonitorConfig(rollouts_gib=1e-9))
-    recorder = RolloutRecorder(owner)
+    recorder = RolloutRecorder(owner, tmp_path / "rollouts")
     for step in (8, 9, 10):
         recorder.flush(step)
     assert [path.name for path in (tmp_path / "rollouts").glob("step_*")] == ["step_10.jsonl.zst"]
 
 
 def test_a_recorded_batch_is_the_batch_that_was_trained(tmp_path):
-    recorder, rollouts = RolloutRecorder(role(tmp_path)), tmp_path / "rollouts"
+    recorder, rollouts = RolloutRecorder(role(tmp_path), tmp_path / "rollouts"), tmp_path / "rollouts"
     [sample] = done("a").rollout.samples
     images = {"d": b"\x89PNG\xff"}
     trained = msgspec.structs.replace(

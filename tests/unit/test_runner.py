@@ -155,6 +155,18 @@ def test_a_source_past_its_error_budget_pauses_until_an_episode_ends_well(
     assert clock.now == 3 * budget_module.PROBE_S, "three tries waited for their turn, one that said nothing among them"
 
 
+def test_a_source_that_never_worked_is_given_up_after_a_minute(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    runner, _ = make(Pool(["environment"]), monkeypatch)
+    for i in range(20):
+        run(runner, f"g-{i}")
+    clock.now += 60
+    assert runner.paused and runner.paused_too_long is None
+    clock.now += 1
+    assert str(runner.paused_too_long).endswith(
+        "; the last one: Planted: as told; saved and left after a pause of 61 s; no episode of it has ever ended well"
+    )
+
+
 def test_an_episode_at_a_time_is_tried_during_a_pause(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     runner, _ = make(Pool(PLANTED), monkeypatch)
 

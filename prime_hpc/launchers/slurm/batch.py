@@ -124,7 +124,7 @@ def next_attempt(plan: RunPlan) -> RunPlan | None:
     if LEASE_FILE not in marks or (read_json(paths.rendezvous / LEASE_FILE) or {})["attempt"] < plan.attempt:
         return plan
     steps = (read_json(paths.summary) or {}).get("steps", 0)
-    if COMPLETE_MARK in marks and (DRAIN_MARK not in marks or steps >= config.max_steps):
+    if COMPLETE_MARK in marks and (DRAIN_MARK not in marks or config.evaluates_alone or steps >= config.max_steps):
         return None
     config = replace(config, resume="auto", run=replace(config.run, name=plan.name, output_dir=str(paths.root.parent)))
     start = RunStart.resolve(config, experiment=None, origins=[])

@@ -128,5 +128,11 @@ HANG = Cause(
     says="{process} makes no progress, and others wait for it",
     remedy="see what it was doing in its log (kill -USR2 PID prints the stacks of a live process there)",
 )
+ERROR_BUDGET = told(
+    "error budget",
+    r"EnvironmentFailure: (?P<what>\d+% of the last \d+ episodes of \S+ failed.*?)(?:; saved and left|\n|$)",
+    "too many episodes failed in their environment: {what}",
+    "mend what the last error says; failed rollouts lie in rollouts/step_N.jsonl.zst; env.error_budget allows more",
+)
 STOPPED = Cause(name="stopped", says="the run was stopped: {reason}", remedy="nothing is wrong with the run")
 UNCAUGHT = Cause(name="uncaught error", says="{process} failed: {error}", remedy="read the traceback in its log")

@@ -6,6 +6,7 @@ import signal
 from prime_hpc.observe.doctor.cause import (
     COLLECTIVE_TIMEOUT,
     ENGINE_DIED,
+    ERROR_BUDGET,
     KILLED,
     NODE_FAILURE,
     OUT_OF_HOST_MEMORY,
@@ -100,8 +101,8 @@ LEARNING_CAUSES = (
     ),
     told(
         "nothing to train",
-        r"batches in a row had no trainable token",
-        "every group of many batches had equal rewards, so there was nothing to train",
+        r"batches in a row had no trainable token: (?P<what>.*?)(?:; change the tasks|\n|$)",
+        "many batches had nothing to train: {what}",
         "change the tasks or the reward: too easy and too hard tasks carry no advantage",
     ),
     told(
@@ -110,12 +111,7 @@ LEARNING_CAUSES = (
         "an environment does not load: {what}",
         "mend the environment or its args, then try it alone with max_steps=1",
     ),
-    told(
-        "error budget",
-        r"EnvironmentFailure: (?P<what>\d+% of the last \d+ episodes of \S+ failed)",
-        "too many episodes failed in their environment: {what}",
-        "mend what the last error says; failed rollouts lie in rollouts/step_N.jsonl.zst; env.error_budget allows more",
-    ),
+    ERROR_BUDGET,
     told(
         "environment blocks",
         r"Environment code must not block its event loop",

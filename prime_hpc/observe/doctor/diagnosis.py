@@ -9,6 +9,7 @@ from prime_hpc.cluster.lease import FILE as LEASE
 from prime_hpc.observe import waits
 from prime_hpc.observe.doctor.blame import SUPERVISOR, Blame, find_first
 from prime_hpc.observe.doctor.cause import (
+    ERROR_BUDGET,
     HANG,
     PREEMPTED,
     STOPPED,
@@ -18,7 +19,7 @@ from prime_hpc.observe.doctor.cause import (
     Cause,
     how_to_install,
 )
-from prime_hpc.observe.doctor.evidence import Evidence, evidence_of, find_text, followers
+from prime_hpc.observe.doctor.evidence import MAX_TEXT, Evidence, evidence_of, find_text, followers
 from prime_hpc.observe.doctor.failures import (
     Failure,
     Finding,
@@ -27,6 +28,7 @@ from prime_hpc.observe.doctor.failures import (
     find_failures,
     find_job_end,
 )
+from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
 from prime_hpc.observe.events import EVENTS, Event
 from prime_hpc.observe.run_facts import RunFacts
 from prime_hpc.transport.checkpoints import complete_steps
@@ -90,7 +92,16 @@ def _of_live(facts: RunFacts) -> Diagnosis:
         failure = Failure(process=beat.process, time=beat.wait.since if beat.wait else beat.time)
         finding = Finding(failure=failure, cause=HANG, groups={})
         return _blamed(Blame(process=names[-1], cause=HANG, finding=finding, chain=names), [], facts)
-    return _answer(facts, "healthy", f"nothing is wrong: {_progress(facts)}")
+    return _of_pause(facts) or _answer(facts, "healthy", f"nothing is wrong: {_progress(facts)}")
+
+
+def _of_pause(facts: RunFacts) -> Diagnosis | None:
+    """A run that waits for a source whose episodes fail, or was stopped when it did."""
+    record = next((record for record in facts.records.values() if record.paused), None)
+    if record is None:
+        return None
+    evidence = [Evidence(f"rendezvous/{record.process}.json", None, record.paused[:MAX_TEXT])]
+    return _verdict(facts, ERROR_BUDGET, {"what": record.paused}, evidence, record.process, record.time)
 
 
 def _of_ended(facts: RunFacts) -> Diagnosis:
@@ -98,6 +109,8 @@ def _of_ended(facts: RunFacts) -> Diagnosis:
     ending = facts.ending
     if ending:
         cause = next((cause for pattern, cause in REASONS if pattern.search(ending.reason)), STOPPED)
+        if cause is STOPPED and (pause := _of_pause(facts)):
+            return pause
         evidence = [Evidence(EVENTS, ending.line, f"{ending.kind}: {ending.reason}")]
         return _verdict(facts, cause, {"reason": ending.reason or ending.kind}, evidence, None, ending.time)
     if facts.lease:
@@ -152,6 +165,8 @@ def _remedy(advice: str, facts: RunFacts) -> str:
 
 def _progress(facts: RunFacts) -> str:
     """`step 12 of 90, last progress 3 s ago`, or how far the start has come."""
+    if not facts.steps and (figures := describe_evaluation(newest_evaluation(facts.metrics))):
+        return f"evaluated {'; '.join(figures)}"
     if facts.steps:
         step, row = max(facts.steps.items())
         ago = f", last progress {facts.now - row['time']:.0f} s ago" if facts.live else ""
