@@ -7,7 +7,7 @@ from pydantic import Field
 
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds, UserFile
 
-COMPONENTS = ("orchestrator", "inference", "trainer", "evaluator")
+COMPONENTS = ("orchestrator", "inference", "trainer")
 """Groups of nodes, in the order in which a heterogeneous job has them: the batch script runs in the first, which must
 have no GPU, since Slurm hands the GPU variables of the first group on to the steps of all others."""
 
@@ -85,8 +85,6 @@ class ComponentsConfig:
     """Engines."""
     trainer: ComponentConfig = field(default_factory=ComponentConfig)
     """Trainer ranks."""
-    evaluator: ComponentConfig = field(default_factory=ComponentConfig)
-    """Nothing yet: evaluations run on the engines of the run. To be left out."""
 
 
 @dataclass(kw_only=True)

@@ -133,7 +133,6 @@ _ON_NODES = {
     "orchestrator": ("orchestrator", "environment"),
     "inference": ("engine", "engine GPU"),
     "trainer": ("trainer rank",),
-    "evaluator": (),
 }
 
 

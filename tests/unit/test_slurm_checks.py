@@ -25,8 +25,6 @@ CASES = {
         "environments use a GPU"]),
     "a trainer without gpus": (["cluster.gpus_per_node=0", "trainer.device=cuda"], [
         "trainer.device = 'cuda': expected nodes with GPUs; cluster.gpus_per_node is 0"]),
-    "evaluator": (["cluster.components.evaluator.nodes=1"], [
-        "cluster.components.evaluator = '...': expected to be left out: evaluations run on the engines of the run"]),
     "orchestrators": (["cluster.components.orchestrator.nodes=2"], [
         "cluster.components.orchestrator.nodes = 2: expected 1"]),
     "time": (["cluster.time=1day"], [
