@@ -90,6 +90,7 @@ class DeadlineExceeded(InfrastructureFailure):
 
 
 def nearest_name(name: str, valid: list[str], likeness: float = 0.6) -> str | None:
-    """The valid name closest to a mistyped one, or None when none is as like as that."""
+    """The valid name closest to a mistyped one, or the first that it is the begin of, or None."""
     matches = get_close_matches(name, valid, n=1, cutoff=likeness)
-    return matches[0] if matches else None
+    longer = [known for known in valid if name and known.startswith(name)]
+    return next(iter(matches + longer), None)

@@ -7,12 +7,14 @@ python -m prime_hpc.launch +experiment=reverse_text launcher=dry_run launcher.ta
 python -m prime_hpc.launch +experiment=reverse_text run.name=mine resume=latest
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
@@ -46,7 +48,7 @@ def main(composed: DictConfig) -> None:
 
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
-    config = parse(_resolved(composed))
+    config = parse(_resolved(composed), Path(facts.runtime.cwd))
     problems = [*find_conflicts(config), *find_model_problems(config), *find_parallel_problems(config),
                 *find_source_problems(config)]  # fmt: skip
     if problems:
@@ -74,13 +76,19 @@ def _search_path() -> list[Path]:
 
 
 def cli() -> None:
-    """Check the choices of groups, let unknown keys through to the schema, and start Hydra."""
-    problems = compose.unknown_choices(sys.argv[1:], _search_path())
+    """Check folders and choices of groups, let unknown keys through to the schema, and start Hydra."""
+    folders = _search_path()
+    problems = compose.absent_folders(folders) or compose.unknown_choices(sys.argv[1:], folders)
     if problems:
         print(ConfigurationError(problems), file=sys.stderr)
         sys.exit(EXIT_CONFIGURATION)
     sys.argv[1:] = compose.tolerant(sys.argv[1:])
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # has Hydra raise what it would print
+    try:
+        main()
+    except CompactHydraException as error:
+        print(compose.explain(error), file=sys.stderr)
+        sys.exit(EXIT_CONFIGURATION)
 
 
 if __name__ == "__main__":

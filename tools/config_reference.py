@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 import yaml
+from pydantic.fields import FieldInfo
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import sections_in, variant_name
@@ -35,6 +36,10 @@ line by its dotted name:
 A folder of your own groups is added with `--config-dir FOLDER`. All mistakes of name, type and range are printed at
 once, with the nearest valid name. The resolved configuration lies in the run's `config.yaml`, each value followed by
 where it came from (default, group, experiment or command line).
+
+Relative paths begin in the folder of the launch, and become absolute where something lies there, so that commands work
+from any folder. An element of a list is changed by its number (`env.train.0.ratio=2`); one more needs the whole list
+(`'env.train=[{id: A}, {id: B}]'`).
 """
 TYPE_NAMES = {
     int: "integer",
@@ -139,7 +144,7 @@ def _type(hint: Any) -> str:
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
     """Bounds of an annotated field, e.g. `at least 1`."""
-    for item in (bound for field in metadata for bound in field.metadata):
+    for item in (bound for field in metadata if isinstance(field, FieldInfo) for bound in field.metadata):
         match item:
             case annotated_types.Ge(ge):
                 yield f"at least {ge}"

@@ -13,16 +13,19 @@ from prime_hpc.config.engine_checks import find_argument_problems
 from prime_hpc.config.env import SamplingConfig, SourceConfig
 from prime_hpc.config.fleet_checks import find_fleet_problems
 from prime_hpc.config.frozen_checks import find_frozen_problems
-from prime_hpc.config.json_files import read_json
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
+from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.config.sizes import rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
-from prime_hpc.errors import ConfigProblem, nearest_name
+from prime_hpc.config.vllm_arguments import find_unknown_arguments
+from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
 
-LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
+ROWS_READ = 100
+"""Of SFT data at launch; the trainer reads all."""
 ADDRESS_ARGUMENTS = ("host", "port", "uds")
 PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless", "api_server_count",
                   "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank",
@@ -32,7 +35,7 @@ PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless
 
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
-    engines = (_engines, find_argument_problems, find_fleet_problems)
+    engines = (_engines, find_argument_problems, find_unknown_arguments, find_fleet_problems)
     sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
@@ -44,54 +47,8 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "bench_inference": (*engines, _bench_inference),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [_model, _scratch, _optimizer, _lora, _fp8, _ep_dispatch, *by_mode[config.mode], *slurm]
+    checks = [find_folder_problems, _scratch, _optimizer, _lora, _fp8, _ep_dispatch, *by_mode[config.mode], *slurm]
     return [problem for check in checks for problem in check(config)]
-
-
-def find_unchecked(config: RunConfig) -> list[str]:
-    """What a dry run for Slurm left out, as it needs no model on the machine where it is made: a sentence for each."""
-    skipped = {"config.json": "memory, disk, pace and cost are not estimated, and seq_len was not checked",
-               "tokenizer_config.json": "tokenizer and chat template were not checked"}  # fmt: skip
-    return [f"{path} is not here: {skipped[path.name]}; submitting checks it" for path in _may_lack(config)]
-
-
-def _may_lack(config: RunConfig) -> list[Path]:
-    """Files of the model that are absent and may be."""
-    if not (config.model.path and config.launcher.name == "dry_run" and config.launcher.on_slurm):
-        return []
-    tokenizer = Path(config.model.tokenizer or config.model.path) / "tokenizer_config.json"
-    return [path for path in (Path(config.model.path) / "config.json", tokenizer) if not path.exists()]
-
-
-def _model(config: RunConfig) -> Iterator[ConfigProblem]:
-    if config.model.shape:
-        if config.mode != "bench":
-            yield ConfigProblem("model.shape", "{...}", "to be left out: only mode=bench runs without weights")
-        return
-    path, absent = Path(config.model.path), [path.name for path in _may_lack(config)]
-    if not config.model.path or not (path.is_dir() or "config.json" in absent):
-        yield ConfigProblem("model.path", config.model.path, "an existing directory in Hugging Face layout")
-        return
-    model = {} if "config.json" in absent else read_json(path / "config.json")
-    if model is None:
-        yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
-        return
-    text = model.get("text_config", model)
-    limit = next((text[key] for key in LENGTH_KEYS if key in text), None)
-    if limit and config.seq_len > limit and config.mode != "bench":
-        yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")
-    if "tokenizer_config.json" not in absent and config.mode != "bench":
-        yield from _tokenizer(config)
-
-
-def _tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
-    key = "model.tokenizer" if config.model.tokenizer else "model.path"
-    path = Path(config.model.tokenizer or config.model.path)
-    tokenizer = read_json(path / "tokenizer_config.json")
-    if tokenizer is None:
-        yield ConfigProblem(key, str(path), "a directory with a tokenizer (tokenizer_config.json)")
-    elif not tokenizer.get("chat_template") and not (path / "chat_template.jinja").exists():
-        yield ConfigProblem(key, str(path), "a tokenizer with a chat template (chat_template.jinja)")
 
 
 def _scratch(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -290,12 +247,22 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
     sft = config.trainer.sft
     if not sft.data or not Path(sft.data).is_file():
         yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
+    else:
+        yield from _first_rows(Path(sft.data))
     rows = rows_at_once(config)
     if sft.batch_size % rows:
         yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
                             f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def _first_rows(data: Path) -> Iterator[ConfigProblem]:
+    """The first mistake in the rows that a launch has time to read."""
+    try:
+        read_messages(data, most=ROWS_READ)
+    except ConfigurationError as error:
+        yield from error.problems
 
 
 def _replay(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -5,9 +5,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
+from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds, UserFile
 
-COMPONENTS = ("orchestrator", "inference", "trainer", "evaluator")
+COMPONENTS = ("orchestrator", "inference", "trainer")
 """Groups of nodes, in the order in which a heterogeneous job has them: the batch script runs in the first, which must
 have no GPU, since Slurm hands the GPU variables of the first group on to the steps of all others."""
 
@@ -22,7 +22,7 @@ class ContainerConfig:
 
     runtime: Literal["none", "apptainer", "pyxis"] | None = None
     """none: straight on the node. apptainer: `apptainer exec` inside the step. pyxis: `srun --container-image`."""
-    image: str | None = None
+    image: UserFile | None = None
     """Image file, or a name that the runtime can pull."""
     python: str | None = None
     """Interpreter inside the image that has this product installed; `python3` when left out."""
@@ -85,8 +85,6 @@ class ComponentsConfig:
     """Engines."""
     trainer: ComponentConfig = field(default_factory=ComponentConfig)
     """Trainer ranks."""
-    evaluator: ComponentConfig = field(default_factory=ComponentConfig)
-    """Nothing yet: evaluations run on the engines of the run. To be left out."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +95,7 @@ class ClusterConfig(AllocationConfig):
     """Time limit as Slurm writes it: `MM`, `HH:MM:SS` or `D-HH:MM:SS`, in quotes in a YAML file."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before anything starts: modules, variables, a virtual environment."""
-    python: str | None = None
+    python: UserFile | None = None
     """Interpreter on the nodes; the launcher's own when left out."""
     requeue: bool = True
     """Let Slurm start the job again: after a node failure, preemption, the time limit. With false a run outlives its

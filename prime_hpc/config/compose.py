@@ -1,5 +1,6 @@
 """Hydra's side of the configuration: where `conf/` lies, tolerant overrides, and the origin of every value."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -7,11 +8,13 @@ from typing import Any, cast
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigIndexError
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
-from prime_hpc.errors import ConfigProblem, nearest_name
+from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
 
 GROUPS = ("experiment", "model", "algorithm", "loss", "optimizer", "env", "inference", "orchestrator", "trainer",
           "cluster", "launcher")  # fmt: skip
@@ -52,6 +55,28 @@ def unknown_choices(arguments: list[str], search_path: list[Path]) -> list[Confi
         expected = f"one of {', '.join(valid)}" if valid else f"{key}.KEY=VALUE, since this group has no files"
         problems += [ConfigProblem(key, c, expected, nearest_name(c, valid)) for c in bad]
     return problems
+
+
+def absent_folders(search_path: list[Path]) -> list[ConfigProblem]:
+    """Configuration folders that do not exist, with the nearest beside them that does."""
+    problems = []
+    for folder in search_path:
+        if not folder.is_dir():
+            beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+            nearest = nearest_name(folder.name, beside)
+            problems.append(ConfigProblem("--config-dir", str(folder), "an existing folder",
+                                          nearest and str(folder.with_name(nearest))))  # fmt: skip
+    return problems
+
+
+def explain(error: CompactHydraException) -> str:
+    """What Hydra could not compose; of an element that a list does not have, what to write in its place."""
+    found = re.match(r"Error merging override \+*([\w.]+)\.\d+(?:\.[\w.]+)?=", str(error))
+    if found is None or not isinstance(error.__cause__, ConfigIndexError):
+        return "\n".join(filter(None, [str(error), str(error.__cause__ or "")]))
+    key, _, value = str(error).removeprefix("Error merging override ").lstrip("+").partition("=")
+    expected = f"an element that the list has; to add one, write the whole list: {found[1]}=[..., ...]"
+    return str(ConfigurationError([ConfigProblem(key, value, expected)]))
 
 
 def options(group: str, search_path: list[Path]) -> list[str]:

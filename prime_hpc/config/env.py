@@ -7,7 +7,7 @@ from pydantic import Field
 
 from prime_hpc.config.algorithm import AlgorithmConfig
 from prime_hpc.config.curriculum import Shuffled, TaskSampling
-from prime_hpc.config.sections import FORBID_UNKNOWN, Fraction, NonNegative, Positive, Seconds
+from prime_hpc.config.sections import FORBID_UNKNOWN, Fraction, NonNegative, Positive, Seconds, UserFile
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class RuntimeConfig:
 
     name: Literal["subprocess", "apptainer", "docker", "podman"] = "subprocess"
     """`subprocess` runs them beside the worker, each in a folder of its own but not isolated."""
-    image: str | None = None
+    image: UserFile | None = None
     """Of a container: a file (SIF), or a reference that is pulled once; by the task, if it says, when left out."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further fields of the verifiers runtime, e.g. `{cpu: 2, memory: 4}` (cores, GB)."""

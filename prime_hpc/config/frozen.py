@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_hpc.config.sections import FORBID_UNKNOWN, Positive
+from prime_hpc.config.sections import FORBID_UNKNOWN, Positive, UserPath
 
 
 @dataclass(kw_only=True)
@@ -13,7 +13,7 @@ class FrozenModel:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    path: str | None = None
+    path: UserPath | None = None
     """Directory in Hugging Face layout; the run starts engines for it beside those of the policy, each with as many
     GPUs."""
     replicas: Positive = 1

@@ -6,6 +6,7 @@ from typing import Any
 
 from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.json_files import read_json
+from prime_hpc.config.model_checks import absent_folder, find_engine_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
 
@@ -30,8 +31,11 @@ def _local(config: RunConfig, key: str, model: FrozenModel) -> Iterator[ConfigPr
         return
     facts = read_json(path / "config.json")
     if facts is None:
-        yield ConfigProblem(f"{key}.path", model.path, "a directory in Hugging Face layout")
+        damaged = ConfigProblem(f"{key}.path", model.path, "a directory with a readable config.json")
+        yield damaged if path.is_dir() else absent_folder(f"{key}.path", str(model.path))
         return
+    if config.launcher.name != "dry_run":
+        yield from find_engine_problems(f"{key}.path", path, path, config.inference.vllm | model.vllm)
     limit = facts.get("max_position_embeddings")
     if limit and config.seq_len >= limit:
         yield ConfigProblem("seq_len", config.seq_len, f"less than {limit}, the limit of {model.path}: scoring takes a "

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
+from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds, UserPath
 
 
 @dataclass(kw_only=True)
@@ -35,11 +35,11 @@ class AttachConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    run: str | None = None
+    run: UserPath | None = None
     """Directory of a run with mode=serve."""
     urls: list[str] = field(default_factory=list)
     """Root of each engine, without `/v1`, where that directory cannot be seen."""
-    token_file: str | None = None
+    token_file: UserPath | None = None
     """File with the token of the engines at `urls`; that of a `run` is found."""
     version: Annotated[str, Field(pattern=r"^\d+\.\d+$")] = "0.0"
     """Version that a run without a trainer expects the engines to serve; 0.0 is the model they were started with."""

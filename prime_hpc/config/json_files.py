@@ -16,6 +16,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, or None where there is no file or no object in it."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # a ValueError is text that is no JSON, or bytes that are no text
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no JSON, or no text at all
         return None
     return value if isinstance(value, dict) else None

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,8 +23,11 @@ _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false",
           "model_attributes": "a mapping"}  # fmt: skip
 
 
-def parse(raw: dict[str, Any]) -> RunConfig:
+def parse(raw: dict[str, Any], folder: Path | None = None) -> RunConfig:
     """Check `raw` against the schema.
+
+    Args:
+        folder: where relative paths of the user's files begin, which become absolute; left as they are without it.
 
     Raises:
         ConfigurationError: with one `ConfigProblem` for each unknown key, wrong type and value out of range.
@@ -31,7 +35,7 @@ def parse(raw: dict[str, Any]) -> RunConfig:
     problems = find_schema_problems(raw)
     if problems:
         raise ConfigurationError(problems)
-    return _adapter.validate_python(raw)
+    return _adapter.validate_python(raw, context={"folder": folder})
 
 
 def find_schema_problems(raw: dict[str, Any]) -> list[ConfigProblem]:

@@ -1,9 +1,11 @@
 """Sections of a run's configuration that several roles share. Docstrings under fields are the reference."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo
 
 FORBID_UNKNOWN = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -12,6 +14,26 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)+$")]
+
+
+def _absolute(name: str, facts: ValidationInfo) -> str:
+    """`name` below the folder of the launch, if the schema was told that and something lies there."""
+    folder: Path | None = (facts.context or {}).get("folder")
+    path = os.path.normpath(folder / name) if folder and name else name
+    return path if os.path.exists(path) else name
+
+
+def _absolute_file(name: str, facts: ValidationInfo) -> str:
+    """The same for files alone: an image of a registry may lie beside a folder of its name."""
+    path = _absolute(name, facts)
+    return path if os.path.isfile(path) else name
+
+
+UserPath = Annotated[str, AfterValidator(_absolute)]
+"""A file or folder of the user's. A launch makes it absolute, so that commands find it from anywhere; what does not
+exist on this machine stays as it is, as it may on another."""
+UserFile = Annotated[str, AfterValidator(_absolute_file)]
+"""A `UserPath`, or the name of something that is no file."""
 
 
 @dataclass(kw_only=True)
@@ -32,11 +54,11 @@ class ModelConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    path: str = ""
+    path: UserPath = ""
     """Directory in Hugging Face layout (config.json, safetensors, tokenizer)."""
     shape: dict[str, Any] = field(default_factory=dict)
     """mode=bench: the contents of a config.json in place of `path`, such as `model=qwen3_1.7b` gives."""
-    tokenizer: str | None = None
+    tokenizer: UserPath | None = None
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
     """How messages become tokens: a name of the `renderers` package; `default` is the tokenizer's chat template."""

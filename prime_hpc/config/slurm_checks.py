@@ -32,9 +32,6 @@ def find_slurm_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
         own = component(config.cluster, name)
         yield from _formats(own, f"cluster.components.{name}")
         yield from _container(own, f"cluster.components.{name}.container")
-    if config.cluster.components.evaluator != ComponentConfig():
-        yield ConfigProblem("cluster.components.evaluator", "...",
-                            "to be left out: evaluations run on the engines of the run")  # fmt: skip
     yield from _gpus(config, names)
     if not any(component(config.cluster, n).gpus_per_node is None for n in names if n != "orchestrator"):
         yield from _nodes(config, names)

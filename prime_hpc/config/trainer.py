@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds
+from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds, UserPath
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class SFTConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    data: str = ""
+    data: UserPath = ""
     """JSONL file with a `messages` list a row; assistant messages are trained."""
     batch_size: Positive = 128
     """Rows a step, over all ranks."""
@@ -48,7 +48,7 @@ class ReplayConfig:
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    rollouts: str = ""
+    rollouts: UserPath = ""
     """The `rollouts` folder of a run; step n trains its batch n."""
     until: Positive | None = None
     """Last step; `max_steps`, by which the learning rate goes, when left out."""

@@ -1,9 +1,12 @@
 """What an engine of the plan serves: the policy, or a frozen model."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.model_checks import find_engine_problems
+from prime_hpc.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,15 @@ def served(role: Role) -> Served:
         vllm=inference.vllm | model.vllm,
         engine_args=inference.engine_args | model.engine_args,
     )
+
+
+def require_files(role: Role) -> None:
+    """See that the model is there, before vLLM looks for it.
+
+    Raises:
+        ConfigurationError: weights or tokenizer are missing.
+    """
+    model, frozen = served(role), role.process.frozen
+    key = "model.path" if frozen is None else f"frozen.{frozen}.path"
+    if problems := list(find_engine_problems(key, Path(model.path), Path(model.tokenizer), model.vllm)):
+        raise ConfigurationError(problems)

@@ -1,10 +1,12 @@
 """Which launcher runs a plan."""
 
 import os
+import shutil
 
 from rich.console import Console
 
-from prime_hpc.config.checks import find_unchecked
+from prime_hpc.config.model_checks import find_unchecked
+from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.local import run_local
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.preview import check_site, show_estimates, show_start
@@ -25,12 +27,12 @@ def launch_plan(start: RunStart) -> int:
         return _write_only(start, console)
     if launcher.on_slurm and not launcher.submit:
         check_allocation(start.plan, os.environ)
+    if launcher.on_slurm and launcher.submit:
+        return _submit(start, console)
     start.write()
     console.print(render(start.plan))
     if not launcher.on_slurm:
         return run_local(start.plan, start.config)
-    if launcher.submit:
-        return _submit(start, console)
     return run_job(start.plan, adopt(start.plan, os.environ["SLURM_JOB_ID"]))
 
 
@@ -58,11 +60,15 @@ def _show(start: RunStart, console: Console) -> None:
 
 
 def _submit(start: RunStart, console: Console) -> int:
-    """Submit the jobs of the plan; an attempt that Slurm refused never was."""
+    """Submit the jobs of the plan; an attempt that Slurm refused never was, nor a run that began with it."""
+    is_new = not start.paths.root.exists()
+    start.write()
+    console.print(render(start.plan))
     try:
         job = submit(start.plan)
-    except BaseException:
-        start.paths.logs(start.plan.attempt).rmdir()
+    except BaseException as error:
+        refused = isinstance(error, InfrastructureFailure)
+        shutil.rmtree(start.paths.root if is_new and refused else start.paths.logs(start.plan.attempt))
         raise
     console.print(f"\nsubmitted as job {' and '.join(job.job_ids)}; logs come in {start.paths.root / 'logs'}")
     return 0

@@ -48,7 +48,7 @@ def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str 
         pace=pace,
         assumptions=assumptions(config, workload) if pace else [],
         warnings=[
-            *_overfull(roles),
+            *_overfull(roles, config),
             *_short_of_memory(plan, config, roles),
             *_short_of_disk(Path(plan.run_dir), disk),
             *_unknown(plan, pace),
@@ -92,26 +92,29 @@ def _pace(plan: RunPlan, config: RunConfig, hf_config: HFConfig, workload: Workl
     )
 
 
-def _overfull(roles: list[RoleMemory]) -> list[str]:
+def _overfull(roles: list[RoleMemory], config: RunConfig) -> list[str]:
     """What does not fit into a GPU, by the estimate."""
     words = []
     for role in roles:
         if role.limit and role.gpu_bytes > role.limit:
             most = max(role.gpu, key=lambda part: role.gpu[part])
-            remedy = _REMEDIES.get(most, _REMEDIES["weights"])
             words.append(f"a {role.role} needs about {role.gpu_bytes / GIB:.0f} GiB of its GPU's "
-                         f"{role.limit / GIB:.0f}, most for {most}: {remedy}")  # fmt: skip
+                         f"{role.limit / GIB:.0f}, most for {most}: {_remedy(most, config)}")  # fmt: skip
         if role.gpu.get("KV cache") == 0:
             words.append("an engine's weights leave no room for its KV cache: more GPUs an engine "
                          "(inference.vllm.tensor_parallel_size)")  # fmt: skip
     return words
 
 
-_REMEDIES = {
-    "activations": "trainer.activation_checkpointing=full, then trainer.parallel.cp or a shorter seq_len",
-    "logits": "a smaller trainer.head_chunk_tokens",
-    "weights": "more GPUs (trainer.ranks, inference.vllm.tensor_parallel_size)",
-}
+def _remedy(part: str, config: RunConfig) -> str:
+    """What makes the largest part of a GPU's memory smaller, and is not done yet."""
+    if part == "logits":
+        return "a smaller trainer.head_chunk_tokens"
+    if part != "activations":
+        return "more GPUs (trainer.ranks, inference.vllm.tensor_parallel_size)"
+    wanted = {"activation_checkpointing": "full", "activation_checkpointing_every": 1}
+    undone = [f"trainer.{key}={value}" for key, value in wanted.items() if getattr(config.trainer, key) != value]
+    return ", then ".join([*undone, "trainer.parallel.cp or a shorter seq_len"])
 
 
 def _short_of_memory(plan: RunPlan, config: RunConfig, roles: list[RoleMemory]) -> list[str]:
@@ -130,7 +133,6 @@ _ON_NODES = {
     "orchestrator": ("orchestrator", "environment"),
     "inference": ("engine", "engine GPU"),
     "trainer": ("trainer rank",),
-    "evaluator": (),
 }
 
 

@@ -12,20 +12,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from prime_hpc.errors import CorruptData
+from prime_hpc.config.model_checks import find_weight_problems
+from prime_hpc.config.model_files import INDEX, SINGLE
+from prime_hpc.errors import ConfigurationError, CorruptData
 from prime_hpc.models.conversion import Conversion, Piece
 from prime_hpc.models.decoder import CausalLM
 from prime_hpc.models.lora import adapter_of
 from prime_hpc.trainer.model import PolicyModel
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:
     """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
 
     Raises:
+        ConfigurationError: a file is missing.
         CorruptData: a tensor is missing or has another shape; its name is in the text.
     """
     load_tensors(dict(named_weights(model)), model.conversion, directory)
@@ -35,6 +35,7 @@ def load_tensors(targets: dict[str, torch.Tensor], conversion: Conversion, direc
     """Fill tensors of a model, by their names there, from the safetensors files of `directory`.
 
     Raises:
+        ConfigurationError: a file is missing.
         CorruptData: a tensor is missing or has another shape; its name is in the text.
     """
     files = _locate(directory)
@@ -82,10 +83,10 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
 
 def _locate(directory: Path) -> dict[str, Path]:
     """Name of every tensor -> file that holds it."""
+    if problems := list(find_weight_problems("model.path", directory)):
+        raise ConfigurationError(problems)
     if (directory / INDEX).exists():
         names = json.loads((directory / INDEX).read_text())["weight_map"]
         return {name: directory / file for name, file in names.items()}
-    if not (directory / SINGLE).exists():
-        raise CorruptData(f"{directory} has neither {SINGLE} nor {INDEX}: model.path wants weights in safetensors")
     with safe_open(directory / SINGLE, "pt") as file:
         return dict.fromkeys(file.keys(), directory / SINGLE)

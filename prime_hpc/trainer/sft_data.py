@@ -1,21 +1,18 @@
 """Rows of messages as samples: assistant replies and their end token are trained, everything else is context."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.sft_rows import Messages
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Sample
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -27,39 +24,6 @@ class Row:
 
 
 Render = Callable[[Messages], Row]
-
-
-def read_messages(path: Path) -> list[Messages]:
-    """The `messages` of every line of a JSONL file.
-
-    Raises:
-        ConfigurationError: the file is missing or empty, or a line has no messages or messages with images; its number
-            is in the text.
-    """
-
-    def problem(value: str, expected: str) -> ConfigurationError:
-        return ConfigurationError([ConfigProblem("trainer.sft.data", value, expected)])
-
-    if not path.is_file():
-        raise problem(str(path), "a JSONL file with a `messages` list a row")
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise problem(f"{path}:{number}", f"a JSON object a line ({error})") from error
-        if not isinstance(row, dict) or not row.get("messages"):
-            raise problem(f"{path}:{number}", "a row with a `messages` list that is not empty")
-        if any(part.get("type") != "text" for message in row["messages"] for part in _parts(message)):
-            raise problem(f"{path}:{number}", "messages of text: images train with mode=rl alone")
-        rows.append(row["messages"])
-    if not rows:
-        raise problem(str(path), "at least one row")
-    return rows
-
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    return message["content"] if isinstance(message.get("content"), list) else []
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

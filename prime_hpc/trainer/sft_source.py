@@ -6,12 +6,13 @@ from pathlib import Path
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.observe.monitor import Monitor
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.probe import Probe
-from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, read_messages, to_sample
+from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, to_sample
 from prime_hpc.transport.messages import RankBatch, StepReport
 
 

@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from prime_hpc.config.model_files import INDEX, SINGLE
 from prime_hpc.models.conversion import Conversion
 from prime_hpc.trainer.distributed import World, gather
-from prime_hpc.trainer.hf_weights import INDEX, SINGLE, named_weights
+from prime_hpc.trainer.hf_weights import named_weights
 from prime_hpc.trainer.lora import merge
 from prime_hpc.trainer.lora import whole as whole_values
 from prime_hpc.trainer.model import PolicyModel

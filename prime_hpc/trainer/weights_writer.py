@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.model_files import INDEX
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.trainer.canary import CanaryScorer
 from prime_hpc.trainer.distributed import World, gather
-from prime_hpc.trainer.hf_weights import INDEX
 from prime_hpc.trainer.lora import make_peft_folder, peft_tensors
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.weights_files import FileWriter, Written, make_directory, save_tensors

@@ -130,7 +130,7 @@ def resolve(directory: Path, which: str, forks: Sequence[Fork] = ()) -> Path:
     elif which.isdigit():
         found = directory / f"{PREFIX}{which}"
     else:
-        found = Path(which)
+        found = Path(which).absolute()
     if found is None or not (found / MANIFEST).exists():
         steps = ", ".join(map(str, complete_steps(directory))) or "none"
         expected = f"`latest`, a step or the path of a complete checkpoint; steps in {directory}: {steps}"

@@ -15,9 +15,9 @@ from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.errors import ConfigurationError, CorruptData, EnvironmentFailure, SchemaMismatch
 from prime_hpc.plan import run_plan
-from prime_hpc.trainer.sft_data import read_messages
 from prime_hpc.transport import checkpoints, weights
 from prime_hpc.transport.messages import SCHEMA_VERSION, CancelRollout, PolicyVersion, decode, encode
 
@@ -58,7 +58,7 @@ CASES = {
             "did you mean 'local'?",
             "loss = 'defalt': expected one of aipo, cispo, custom, dapo, default, dr_grpo, grpo, gspo, icepop, ipo, "
             "mis, ppo, tis; did you mean 'default'?",
-            "model = 'qwen': expected one of qwen3_0.6b, qwen3_1.7b, qwen3_moe_3b",
+            "model = 'qwen': expected one of qwen3_0.6b, qwen3_1.7b, qwen3_moe_3b; did you mean 'qwen3_0.6b'?",
             "inference = 'vllm': expected inference.KEY=VALUE, since this group has no files",
         ],
     ),
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, tiny_model: 
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A folder with the run `outputs/mine`: one attempt, and a checkpoint that has its configuration."""
     folder = tmp_path_factory.mktemp("finished")
-    done = launch(folder, *mine(tiny_model), "launcher=dry_run")
+    done = launch(folder, *mine(Path(os.path.relpath(tiny_model, folder))), "launcher=dry_run")
     assert done.returncode == 0, done.stderr
     run = folder / "outputs" / "mine"
     (run / "logs" / "attempt_1").mkdir(parents=True)
@@ -175,6 +175,11 @@ def test_the_name_of_a_run_without_a_checkpoint_leads_to_its_start(tmp_path: Pat
     (tmp_path / "outputs" / "mine" / "logs" / "attempt_1").mkdir(parents=True)
     (problem,) = refused(tmp_path, *mine(tiny_model))
     assert problem.endswith("since this run exists; resume=auto starts it again, as it has no checkpoint")
+
+
+def test_a_relative_path_is_absolute_in_the_run(finished_run: Path, tiny_model: Path) -> None:
+    plan = run_plan.load(finished_run / "outputs" / "mine" / "plan.json")
+    assert plan.config["model"]["path"] == str(tiny_model)
 
 
 def test_a_resume_without_a_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.vllm_arguments import find_unknown_arguments
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.inference import arguments, parsers
 from prime_hpc.models.tiny import LETTERS, SPECIAL_TOKENS, make_tiny_model
@@ -300,6 +301,13 @@ def test_unknown_arguments_of_vllm_are_named_together() -> None:
     ]
     with pytest.raises(ConfigurationError, match="max-model-len"):
         arguments.parse({"model": "m", "max_model_len": "long"})
+
+
+def test_every_argument_that_vllm_takes_is_found_in_its_source() -> None:
+    taken = [name for name in vars(arguments.parse({"model": "m"})) if name != "model_tag"]  # which has no name
+    assert len(taken) > 100
+    config = RunConfig(inference=InferenceConfig(vllm=dict.fromkeys(taken)))
+    assert list(find_unknown_arguments(config)) == []
 
 
 def test_vllm_knows_every_parser_that_is_chosen() -> None:

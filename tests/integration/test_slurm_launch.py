@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from prime_hpc.cluster.control import take
 from prime_hpc.config.schema import parse
 from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.launchers.prepare import RunStart
+from prime_hpc.launchers.registry import launch_plan
 from prime_hpc.launchers.slurm.executor import find, submit, submit_missing
 from prime_hpc.launchers.slurm.sbatch import render_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
@@ -51,7 +53,7 @@ def test_a_dry_run_for_another_launcher_than_the_experiments(tmp_path: Path, tin
     assert files(tmp_path / "outputs" / "dry") == ["config.yaml", "job.inference.sbatch", "job.sbatch", "plan.json"]
 
 
-def test_without_slurm_a_submission_leaves_no_attempt(
+def test_without_slurm_a_submission_leaves_no_run(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
@@ -60,8 +62,7 @@ def test_without_slurm_a_submission_leaves_no_attempt(
     done = launch(tmp_path, *arguments)
     assert done.returncode == 1
     assert "InfrastructureFailure: there is no sbatch on this machine" in done.stderr
-    assert files(tmp_path / "outputs" / "mine" / "logs") == []
-    assert launch(tmp_path, *arguments).stderr == done.stderr, "the name is still free"
+    assert files(tmp_path / "outputs") == [], "the name is still free"
 
 
 @pytest.fixture
@@ -128,6 +129,32 @@ def test_what_sbatch_says_is_told_and_earlier_jobs_are_cancelled(tmp_path: Path,
     with pytest.raises(InfrastructureFailure, match=r"^job\.inference\.sbatch was not submitted: [^$]*no nodes"):
         submit(make_plan(tmp_path / "run", "slurm_linked"))
     assert commands.read_text().splitlines()[-1] == "scancel 41"
+
+
+NO_CLUSTER = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: fatal: Could not establish a configuration source"""
+DOWN = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize("words", [NO_CLUSTER, DOWN])
+def test_a_slurm_that_does_not_answer_is_told_once_and_leaves_nothing(
+    words: str, tmp_path: Path, commands: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{words}' >&2; exit 1\n")
+    config = parse(OmegaConf.to_container(OmegaConf.from_dotlist([
+        "launcher.name=slurm_single", f"run.output_dir={tmp_path}", "run.name=mine", *GIVEN])))  # fmt: skip
+    start = RunStart.resolve(config, experiment=None, origins=[])
+    with pytest.raises(InfrastructureFailure) as caught:
+        launch_plan(start)
+    assert str(caught.value) == (f"Slurm does not answer here: {words.splitlines()[0]}; launcher=dry_run writes the "
+                                 "files of the run without it")  # fmt: skip
+    assert "sbatch" not in capfd.readouterr().err
+    assert not start.paths.root.exists()
+    start.paths.root.mkdir()  # as a dry run leaves it
+    with pytest.raises(InfrastructureFailure):
+        launch_plan(start)
+    assert files(start.paths.root / "logs") == [] and start.paths.config.exists()
 
 
 def run_task(root: Path, code: str) -> subprocess.Popen:

@@ -1,9 +1,11 @@
 """Tolerant overrides, choices of groups, and the origin of every value."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from prime_hpc import launch
 from prime_hpc.config import compose
 
 
@@ -30,6 +32,43 @@ def test_a_choice_without_a_file_names_the_nearest() -> None:
     arguments = ["+experiment=reverse_txt", "launcher=local", "max_steps=1"]
     (problem,) = compose.unknown_choices(arguments, [compose.conf_dir()])
     assert problem.key == "experiment" and problem.nearest == "reverse_text"
+    (begun,) = compose.unknown_choices(["launcher=slurm"], [compose.conf_dir()])
+    assert begun.nearest == "slurm_hetjob"
+
+
+def test_a_configuration_folder_that_is_absent_is_named(tmp_path: Path) -> None:
+    (tmp_path / "my_conf").mkdir()
+    (problem,) = compose.absent_folders([tmp_path / "my_conff", tmp_path / "my_conf", compose.conf_dir()])
+    assert str(problem) == (f"--config-dir = '{tmp_path}/my_conff': expected an existing folder; did you mean "
+                            f"'{tmp_path}/my_conf'?")  # fmt: skip
+    (elsewhere,) = compose.absent_folders([tmp_path / "absent" / "conf"])
+    assert elsewhere.nearest is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["+experiment=reverse_text_cpu", "env.train.1.id=foo"],
+         "1 problem in the configuration:\n  env.train.1.id = 'foo': expected an element that the list has; to add "
+         "one, write the whole list: env.train=[..., ...]\n"),
+        (["seed=1,2"], "Ambiguous value for argument '++seed=1,2'\n1. "),
+        (["--config-dir", "absent", "+experiment=mine"],
+         "1 problem in the configuration:\n  --config-dir = 'absent': expected an existing folder\n"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_composed_is_told_in_words(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # restored after what `cli` sets
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        launch.cli()
+    assert (ended.value.code, capsys.readouterr().err[: len(said)]) == (2, said)
+
+
+@pytest.mark.parametrize("experiment", ["tiny_sft_cpu", "reverse_text_sft_cpu", "reverse_text_sft"])
+def test_rows_of_a_warm_up_lie_beside_its_model(experiment: str) -> None:
+    config = compose.compose_run([f"+experiment={experiment}", "model.path=/other"])
+    assert config.trainer.sft.data == "/other/sft.jsonl"
 
 
 def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_frozen_models_are_here_or_elsewhere_and_speak_the_policy_s_tokens(tmp_p
     other.mkdir()
     (other / "config.json").write_text('{"max_position_embeddings": 64}')
     (other / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (other / "model.safetensors").touch()
     both, here, far = (FrozenModel(path="x", base_url="y"), FrozenModel(path=str(other)), FrozenModel(base_url="a"))
     config = RunConfig(seq_len=64, frozen={"both": both, "here": here, "far": far})
     config.model.path = str(tiny_model)

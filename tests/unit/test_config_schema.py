@@ -109,6 +109,30 @@ def test_free_form_sections_take_any_key():
     assert config.env.train[0].args == {"x": [1]}
 
 
+def test_paths_of_what_exists_become_absolute(tmp_path):
+    for folder in ("model", "org/image"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("rows.jsonl", "token", "image.sif"):
+        (tmp_path / file).touch()
+    raw = {
+        "model": {"path": "../" + tmp_path.name + "/model", "tokenizer": "Org/absent"},
+        "frozen": {"teacher": {"path": "model"}},
+        "trainer": {"sft": {"data": "rows.jsonl"}, "replay": {"rollouts": ""}},
+        "inference": {"attach": {"run": "model", "token_file": "token"}},
+        "env": {"train": [{"id": "m", "runtime": {"image": "image.sif"}}]},
+        "cluster": {"container": {"image": "org/image"}, "python": "python3"},
+    }
+    config = parse(raw, tmp_path)
+    assert (config.model.path, config.model.tokenizer) == (f"{tmp_path}/model", "Org/absent")
+    assert config.frozen["teacher"].path == f"{tmp_path}/model"
+    assert (config.trainer.sft.data, config.trainer.replay.rollouts) == (f"{tmp_path}/rows.jsonl", "")
+    attach = config.inference.attach
+    assert (attach.run, attach.token_file) == (f"{tmp_path}/model", f"{tmp_path}/token")
+    assert config.env.train[0].runtime.image == f"{tmp_path}/image.sif"
+    assert (config.cluster.container.image, config.cluster.python) == ("org/image", "python3"), "no files, but names"
+    assert parse(raw).model.path == raw["model"]["path"], "a role takes paths as they are"
+
+
 def test_known_keys_of_a_section():
     assert known_keys(("checkpoint",)) == ["every", "keep_last", "keep_every"]
     assert "id" in known_keys(("env", "train", 0))

@@ -1,13 +1,18 @@
 """What vLLM is told: arguments that are refused, and parsers by the format that a model's chat template teaches."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.engine_checks import REFUSED, find_argument_problems
+from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.vllm_arguments import find_unknown_arguments
 from prime_hpc.inference import parsers
 
 TIERS = {
@@ -84,6 +89,56 @@ def test_a_quantised_model_is_not_trained(tmp_path: Path) -> None:
     [problem] = find_argument_problems(make_config({}, path=str(tmp_path)))
     assert problem.key == "model.path" and "(gptq)" in problem.expected
     assert list(find_argument_problems(make_config({}, path=str(tmp_path), mode="serve"))) == []
+
+
+ENGINE_SOURCE = """
+@dataclass
+class EngineArgs:
+    max_num_seqs: int | None = None
+
+    def add_cli_args(parser):
+        parser.add_argument("--async-scheduling", dest="x")
+
+
+class Helper:
+    not_an_argument: int = 0
+"""
+FRONT_SOURCE = "class FrontendArgs:\n    chat_template: str | None = None\n"
+
+
+@pytest.fixture(params=["entrypoints/openai", "entrypoints/launchers"])
+def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM whose source can be read, with the command line's arguments where 0.25 or 0.32 has them."""
+    package = tmp_path / "vllm"
+    for name, text in {"": "raise ImportError", "engine": "", request.param: ""}.items():
+        (package / name).mkdir(parents=True, exist_ok=True)
+        (package / name / "__init__.py").write_text(text)
+    (package / "engine" / "arg_utils.py").write_text(ENGINE_SOURCE)
+    (package / request.param / "cli_args.py").write_text(FRONT_SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_mistyped_argument_is_found_in_the_source() -> None:
+    config = make_config({"max_num_seq": 64, "max_num_seqs": 64, "chat_template": "x", "async_scheduling": True})
+    config.frozen["teacher"] = FrozenModel(path="/teacher", vllm={"not_an_argument": 1, "chat-template": "x"})
+    expected = [
+        "inference.vllm.max_num_seq = 64: expected an argument of `vllm serve`; did you mean 'max_num_seqs'?",
+        "frozen.teacher.vllm.not_an_argument = 1: expected an argument of `vllm serve`",
+        "frozen.teacher.vllm.chat-template = 'x': expected an argument of `vllm serve`; did you mean 'chat_template'?",
+    ]
+    assert [str(problem) for problem in find_unknown_arguments(config)] == expected
+    assert [str(problem) for problem in find_conflicts(config) if ".vllm." in problem.key] == expected
+    config.launcher.name, config.cluster.python = "slurm_single", "/other/python"
+    assert list(find_unknown_arguments(config)) == [], "the nodes have another vLLM"
+    config.launcher.name, config.inference.engine = "local", "tests.fake_engine"
+    assert list(find_unknown_arguments(config)) == [], "another engine has arguments of its own"
+
+
+def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert list(find_unknown_arguments(make_config({"max_num_seq": 64}))) == []
 
 
 JSON_CALLS = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'

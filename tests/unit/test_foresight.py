@@ -302,6 +302,16 @@ def test_what_does_not_fit_is_said_with_a_remedy(tmp_path: Path) -> None:
     assert [role.role for role in foresight.roles] == ["engine GPU", "trainer rank", "orchestrator", "environment"]
 
 
+@pytest.mark.parametrize(
+    ("every", "advice"), [(1, "trainer.parallel.cp"), (2, "trainer.activation_checkpointing_every=1, then trainer.par")]
+)
+def test_advice_that_is_followed_is_not_given(every: int, advice: str, tmp_path: Path) -> None:
+    trainer = {"ranks": 8, "micro_batch_tokens": 8_388_608, "dtype": "bfloat16", "activation_checkpointing": "full"}
+    foresight = look_ahead(tmp_path, trainer={**trainer, "activation_checkpointing_every": every})
+    [warning] = [words for words in foresight.warnings if words.startswith("a trainer rank needs about")]
+    assert warning.partition("most for activations: ")[2].startswith(advice)
+
+
 def test_gpus_that_nobody_named_leave_the_pace_open(tmp_path: Path) -> None:
     foresight = look_ahead(tmp_path, cluster={"gpus_per_node": 8})
     assert foresight.pace is None

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from prime_hpc.config.checks import find_conflicts, find_unchecked
+from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.cluster import component
 from prime_hpc.config.compose import compose_run
+from prime_hpc.config.model_checks import find_unchecked
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 from prime_hpc.config.slurm_checks import find_slurm_conflicts, parse_time
@@ -24,8 +25,6 @@ CASES = {
         "environments use a GPU"]),
     "a trainer without gpus": (["cluster.gpus_per_node=0", "trainer.device=cuda"], [
         "trainer.device = 'cuda': expected nodes with GPUs; cluster.gpus_per_node is 0"]),
-    "evaluator": (["cluster.components.evaluator.nodes=1"], [
-        "cluster.components.evaluator = '...': expected to be left out: evaluations run on the engines of the run"]),
     "orchestrators": (["cluster.components.orchestrator.nodes=2"], [
         "cluster.components.orchestrator.nodes = 2: expected 1"]),
     "time": (["cluster.time=1day"], [
@@ -132,6 +131,7 @@ def test_a_dry_run_for_slurm_needs_no_model_and_says_what_it_left_out() -> None:
         "/absent/config.json is not here: memory, disk, pace and cost are not estimated, and seq_len was not checked; "
         "submitting checks it",
         "/absent/tokenizer_config.json is not here: tokenizer and chat template were not checked; submitting checks it",
+        "/absent/model.safetensors is not here: files of weights were not looked for; submitting checks it",
     ]
     unnamed = compose_run(["+experiment=glm5_swe", "launcher=dry_run"])
     assert [p.key for p in find_conflicts(unnamed)] == ["model.path"]

@@ -72,9 +72,11 @@ HETJOB_SIZE = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "3", "SLURM_JOB_NUM_NODES_
         ("slurm_hetjob", {**HETJOB_SIZE, "SLURM_JOB_NUM_NODES_HET_GROUP_2": "1"},
          ["cluster.components.trainer.nodes = 2: expected at most the 1 nodes of this allocation"]),
         ("slurm_hetjob", {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"},
-         ["launcher.submit = False: expected true, or this process in a job with 3 groups; here are 1"]),
+         ["launcher.submit = False: expected true; false is for a batch script that runs this command in a "
+          "heterogeneous job of 3 groups, and this one has 1 group"]),
         ("slurm_single", {},
-         ["launcher.submit = False: expected true, or this process in a job with 1 groups; here are 0"]),
+         ["launcher.submit = False: expected true; false is for a batch script that runs this command in a job of "
+          "equal nodes, and this process is in no job"]),
         ("slurm_single", {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}, []),
         ("slurm_linked", HETJOB_SIZE, ["launcher.submit = False: expected true, since engines are a job of their own"]),
     ],

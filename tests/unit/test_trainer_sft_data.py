@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from prime_hpc.config.checks import find_conflicts
+from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer
 from prime_hpc.trainer.probe import split_last_reply
@@ -15,7 +18,6 @@ from prime_hpc.trainer.sft_data import (
     batch_rows,
     load_tokenizer,
     make_render,
-    read_messages,
     render_template,
     to_sample,
 )
@@ -86,12 +88,27 @@ def test_batches_run_through_every_epoch_in_a_new_order():
     ('{"messages": [{"role": "user"}]}\n{"messages": []}\n', ":2'.*not empty"),
     ('{"messages": [}\n', ":1'.*JSON object"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}\n', ":1'.*messages of text"),
+    ('{"messages": "hello"}\n', ":1'.*not empty"),
+    ('{"messages": ["hello"]}\n', ":1'.*a `role` each"),
     ("", "at least one row"),
 ])  # fmt: skip
 def test_bad_data_is_refused_by_line(text, expected, tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=f"trainer.sft.data.*{expected}"):
+    with pytest.raises(ConfigurationError, match=f"trainer.sft.data.*{expected}") as caught:
+        read_messages(path)
+    config = RunConfig(mode="sft")
+    config.trainer.sft.data = str(path)
+    assert [p for p in find_conflicts(config) if p.key == "trainer.sft.data"] == caught.value.problems, "at launch too"
+
+
+def test_a_launch_reads_the_first_rows_alone(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "\u2028"}]}\n' * 100 + "{}\n")
+    config = RunConfig(mode="sft")
+    config.trainer.sft.data = str(path)
+    assert not [p for p in find_conflicts(config) if p.key == "trainer.sft.data"]
+    with pytest.raises(ConfigurationError, match=":101'"):
         read_messages(path)
 
 

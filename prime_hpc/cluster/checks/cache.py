@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prime_hpc.cluster.checks.finding import Finding
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+from prime_hpc.config.model_files import INDEX, has_tokenizer, weight_files
 
 
 def inspect_model(folder: Path) -> Finding:
@@ -23,20 +20,16 @@ def inspect_model(folder: Path) -> Finding:
 def _faults(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield "no config.json"
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(folder):
         yield "no tokenizer"
-    for name in weight_files(folder):
+    files = weight_files(folder)
+    if not files:
+        yield f"no files in {INDEX}"
+    for name in files:
         if not (folder / name).is_file():
             yield f"no {name}"
         elif (found := (folder / name).stat().st_size) != (wanted := whole_size(folder / name)):
             yield f"{name} has {found} of {wanted} bytes"
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold a model's weights."""
-    if not (folder / INDEX).is_file():
-        return [SINGLE]
-    return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
 
 
 def whole_size(path: Path) -> int:

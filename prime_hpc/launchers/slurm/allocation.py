@@ -84,8 +84,7 @@ def check_allocation(plan: RunPlan, environment: Mapping[str, str]) -> None:
     main, *others = jobs(plan)
     groups = int(environment.get("SLURM_HET_SIZE", 1 if "SLURM_JOB_ID" in environment else 0))
     if others or groups != len(main.blocks):
-        expected = "true, since engines are a job of their own" if others else (
-            f"true, or this process in a job with {len(main.blocks)} groups; here are {groups}")  # fmt: skip
+        expected = "true, since engines are a job of their own" if others else _wanted(len(main.blocks), groups)
         raise ConfigurationError([ConfigProblem("launcher.submit", False, expected)])
     problems = []
     for i, block in enumerate(main.blocks):
@@ -96,6 +95,13 @@ def check_allocation(plan: RunPlan, environment: Mapping[str, str]) -> None:
                                           f"at most the {nodes} nodes of this allocation"))  # fmt: skip
     if problems:
         raise ConfigurationError(problems)
+
+
+def _wanted(groups: int, here: int) -> str:
+    """What `launcher.submit` must be in a job of `here` groups of nodes (0: in none), where the plan has `groups`."""
+    kind = "a job of equal nodes" if groups == 1 else f"a heterogeneous job of {groups} groups"
+    found = "and this process is in no job" if here == 0 else f"and this one has {here} group{'s' * (here != 1)}"
+    return f"true; false is for a batch script that runs this command in {kind}, {found}"
 
 
 def _block(group: NodeGroup, cluster: ClusterConfig) -> Block:

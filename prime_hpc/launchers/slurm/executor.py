@@ -1,7 +1,10 @@
 """Submission through submitit: one job a batch script, the pickled task beside the results of every step."""
 
+import io
+import re
 import shutil
 import subprocess
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from prime_hpc.launchers.slurm.queue import state
 from prime_hpc.launchers.slurm.sbatch import render_script, write_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
 from prime_hpc.plan.run_plan import RunPlan
+
+NO_CONTROLLER = re.compile(r"establish a configuration source|[Uu]nable to contact slurm controller")
+"""In what sbatch says on a machine that belongs to no cluster, or whose controller is down."""
 
 
 class JobExecutor(SlurmExecutor):
@@ -84,9 +90,14 @@ def submit_missing(plan: RunPlan) -> None:
 def _submit(plan: RunPlan, job: Job, dependency: str | None = None) -> str:
     """The id of the submitted job."""
     try:
-        submitted = JobExecutor(plan, job, dependency).submit(RoleTask(RunPaths(Path(plan.run_dir)).plan))
+        with redirect_stderr(io.StringIO()):  # where submitit prints what its error says too
+            submitted = JobExecutor(plan, job, dependency).submit(RoleTask(RunPaths(Path(plan.run_dir)).plan))
     except RuntimeError as error:  # the base of what submitit raises, sbatch's own words included
-        raise InfrastructureFailure(f"{script_name(job)} was not submitted: {error}") from error
+        told = str(error)
+        if NO_CONTROLLER.search(told):
+            raise InfrastructureFailure(f"Slurm does not answer here: {told.splitlines()[0]}; launcher=dry_run writes "
+                                        "the files of the run without it") from error  # fmt: skip
+        raise InfrastructureFailure(f"{script_name(job)} was not submitted: {told}") from error
     return str(submitted.job_id)
 
 

@@ -131,7 +131,8 @@ SETTING_CAUSES = (
         "missing model files",
         r"does not appear to have a file named|no file named \S+|Can't load the (?:configuration|tokenizer|model)"
         r"|couldn't find them in the cached files|Unrecognized model in|Couldn't instantiate the backend tokenizer"
-        r"|has neither model\.safetensors nor|FileNotFoundError.*(?:config\.json|tokenizer|safetensors)",
+        r"|a directory with (?:weights in safetensors|a tokenizer)"
+        r"|FileNotFoundError.*(?:config\.json|tokenizer|safetensors)",
         "{process} does not find all files of the model",
         "let model.path (and model.tokenizer) name a complete directory in Hugging Face layout that every node sees; "
         "nothing is fetched while a run works",
