@@ -33,6 +33,11 @@ async def until(condition: Callable[[], bool], limit_s: float = 600) -> None:
         await asyncio.sleep(0.05)
 
 
+async def until_known(fleet: Fleet, url: str) -> None:
+    """Whoever comes later than a stream takes part in the next."""
+    await until(lambda: url in [engine.base_url for engine in fleet.engines])
+
+
 async def assert_whole(made: Rig, fleet: Fleet) -> None:
     """One more update reaches both engines, which then hold what the trainer does."""
     await until(lambda: len(fleet.engines) == 2)
@@ -72,7 +77,9 @@ def test_an_engine_killed_in_any_phase_of_an_update_comes_back(
                 assert "inference-0" in serving(fleet)
             monkeypatch.setenv(RESTART_VARIABLE, str(restart))
             made.engines.start("inference-1")
-            await asyncio.to_thread(made.roles["orchestrator-0"].rendezvous.wait, "inference-1", "base_url", START_S)
+            wait = made.roles["orchestrator-0"].rendezvous.wait
+            url = await asyncio.to_thread(wait, "inference-1", "base_url", START_S)
+            await until_known(fleet, url)
         await assert_whole(made, fleet)
         watching.cancel()
 
