@@ -1,14 +1,15 @@
 """Where the model that a run serves is called, by which name, and what opens it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.cluster import secrets
-from prime_hpc.cluster.addresses import engine_addresses
-from prime_hpc.cluster.rendezvous import Rendezvous
+from prime_hpc.cluster.addresses import addresses
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.resumption import how_to_resume
 from prime_hpc.observe.run_facts import RunFacts, read_run
+from prime_hpc.plan.run_plan import ProcessPlan
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ def find(run_dir: Path) -> Endpoint:
     facts = read_run(run_dir)
     if facts.over or not facts.attempts:
         raise InfrastructureFailure(f"{run_dir} is not at work; {how_to_resume(facts.paths)}")
-    engines = {name: url for name, url in engine_addresses(run_dir).items() if url}
+    engines, routers = (_answering(facts, processes) for processes in (facts.plan.engines(), facts.plan.of("router")))
     if not engines:
         raise InfrastructureFailure(f"no engine of {run_dir} is ready: {_states(facts)}")
-    rendezvous = Rendezvous(facts.paths.rendezvous, "", facts.plan.attempt)
-    routers = {router.name: (rendezvous.read(router.name) or {}).get("base_url") for router in facts.plan.of("router")}
     model = facts.plan.typed_config().model.served_name
-    return Endpoint({name: url for name, url in routers.items() if url} or engines, model,
-                    secrets.token_file(facts.paths.root))  # fmt: skip
+    return Endpoint(routers or engines, model, secrets.token_file(facts.paths.root))
+
+
+def _answering(facts: RunFacts, processes: Iterable[ProcessPlan]) -> dict[str, str]:
+    return {name: url for name, url in addresses(facts.paths, facts.plan, processes).items() if url}
 
 
 def _states(facts: RunFacts) -> str:
