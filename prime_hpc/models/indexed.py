@@ -3,16 +3,19 @@
 The two steps are operators of torch, so that whoever decides which activations are kept sees each as one.
 """
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prime_hpc.models import indexed_plain
 from prime_hpc.models.attention import Attend
+from prime_hpc.models.indexed_plain import slices
 
-CHUNK_BYTES = 2**28
-"""About the memory that a chunk of queries takes for what it reads or scores."""
+SCORES_BYTES = 2**28
+"""About the memory of the scores that are there at a time."""
 
 
 class IndexedAttention:
@@ -61,7 +64,7 @@ class IndexedAttention:
         Returns:
             [m, heads, value_dim].
         """
-        return attend_to_chosen(query, self._gather(keys), chosen, value_dim, scale)
+        return attend_to_chosen(query, self._gather(keys), chosen, value_dim, scale)[0]
 
     @torch.compiler.disable
     def keep(self, layer: int, chosen: Tensor) -> Tensor:
@@ -83,21 +86,40 @@ def choose_keys(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, lo
         visible: int64[2, m] on the host, the first and the last key that a query may see.
         longest: how many these are at most.
     """
-    (begins, places), parts = visible.to(query.device)[..., None], []
-    step = max(1, CHUNK_BYTES // (4 * query.shape[1] * longest))
-    for rows in _slices(len(query), step):
+    way, (begins, places), parts = _way(query, query.shape[-1]), visible.to(query.device), []
+    for rows in slices(len(query), SCORES_BYTES // (4 * longest)):
         first, stop = int(visible[0, rows].min()), int(visible[1, rows].max()) + 1
-        scores = torch.einsum("mhd,nd->mhn", query[rows], key[first:stop]).relu().float()
-        scores = torch.einsum("mhn,mh->mn", scores, weights[rows])
-        there = torch.arange(first, stop, device=query.device)
-        scores = scores.masked_fill((there > places[rows]) | (there < begins[rows]), -torch.inf)
+        scores = way.score(query[rows], key[first:stop], weights[rows], begins[rows], places[rows], first)
         parts.append(_best(scores, first, top_k))
     return torch.cat(parts)
 
 
-@choose_keys.register_fake
-def _(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, longest: int, top_k: int) -> Tensor:
-    return query.new_empty(len(query), top_k, dtype=torch.int32)
+@torch.library.custom_op("prime_hpc::attend_to_chosen", mutates_args=())
+def attend_to_chosen(
+    query: Tensor, keys: Tensor, chosen: Tensor, value_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `IndexedAttention.over`, of keys of the whole row; and the log-normalisers [m, heads]."""
+    return _way(query, value_dim).attend(query, keys, chosen, value_dim, scale)
+
+
+@torch.library.custom_op("prime_hpc::attend_to_chosen_backward", mutates_args=())
+def attend_to_chosen_backward(
+    grad: Tensor, query: Tensor, keys: Tensor, chosen: Tensor, output: Tensor, normaliser: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and keys. That of a key is summed in float32, on a GPU in no fixed order."""
+    way = _way(query, output.shape[-1])
+    by_query, by_keys = way.differentiate(grad, query, keys, chosen, output, normaliser, scale)
+    return by_query, by_keys.to(keys.dtype)
+
+
+def _way(query: Tensor, value_dim: int) -> Any:
+    """The module that computes: kernels on a GPU, where they fit."""
+    if query.is_cuda and importlib.util.find_spec("triton"):
+        from prime_hpc.models import indexed_kernels
+
+        if indexed_kernels.fit(query, value_dim):
+            return indexed_kernels
+    return indexed_plain
 
 
 def _best(scores: Tensor, first: int, top_k: int) -> Tensor:
@@ -107,71 +129,29 @@ def _best(scores: Tensor, first: int, top_k: int) -> Tensor:
     return torch.cat([chosen, chosen.new_full((len(chosen), top_k - chosen.shape[1]), -1)], dim=1).int()
 
 
-@torch.library.custom_op("prime_hpc::attend_to_chosen", mutates_args=())
-def attend_to_chosen(query: Tensor, keys: Tensor, chosen: Tensor, value_dim: int, scale: float) -> Tensor:
-    """As `IndexedAttention.over`, of keys of the whole row, by chunks of queries whose keys are copied together."""
-    output = query.new_empty(*query.shape[:2], value_dim)
-    for rows in _steps(chosen, keys):
-        read, probs = _attend(query[rows], keys, chosen[rows], scale)
-        torch.bmm(probs.to(read.dtype), read[..., :value_dim], out=output[rows])
-    return output
-
-
-@torch.library.custom_op("prime_hpc::attend_to_chosen_backward", mutates_args=())
-def attend_to_chosen_backward(
-    grad: Tensor, query: Tensor, keys: Tensor, chosen: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of queries and keys. Probabilities are computed anew; those of a key are summed in float32, on a GPU in
-    no fixed order."""
-    by_query, by_keys = torch.empty_like(query), keys.new_zeros(keys.shape, dtype=_sum_dtype(keys))
-    values = slice(grad.shape[-1])
-    for rows in _steps(chosen, keys):
-        read, probs = _attend(query[rows], keys, chosen[rows], scale)
-        by_probs = torch.bmm(grad[rows], read[..., values].mT).to(probs.dtype)
-        by_score = (probs * (by_probs - (by_probs * probs).sum(-1, keepdim=True)) * scale).to(read.dtype)
-        torch.bmm(by_score, read, out=by_query[rows])
-        by_read = torch.bmm(by_score.mT, query[rows])
-        by_read[..., values] += torch.bmm(probs.to(read.dtype).mT, grad[rows])
-        by_keys.index_add_(0, chosen[rows].clamp(min=0).flatten(), by_read.flatten(0, 1).to(by_keys.dtype))
-    return by_query, by_keys.to(keys.dtype)
+@choose_keys.register_fake
+def _(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, longest: int, top_k: int) -> Tensor:
+    return query.new_empty(len(query), top_k, dtype=torch.int32)
 
 
 @attend_to_chosen.register_fake
-def _(query: Tensor, keys: Tensor, chosen: Tensor, value_dim: int, scale: float) -> Tensor:
-    return query.new_empty(*query.shape[:2], value_dim)
+def _(query: Tensor, keys: Tensor, chosen: Tensor, value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    normaliser = query.new_empty(query.shape[:2], dtype=indexed_plain.sum_dtype(query))
+    return query.new_empty(*query.shape[:2], value_dim), normaliser
 
 
 @attend_to_chosen_backward.register_fake
-def _(grad: Tensor, query: Tensor, keys: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, query: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(keys)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
     ctx.scale = inputs[4]
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, _normaliser_grad: Tensor) -> tuple[Tensor | None, ...]:
     return *attend_to_chosen_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None
 
 
 attend_to_chosen.register_autograd(_differentiate, setup_context=_keep)
-
-
-def _attend(query: Tensor, keys: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The keys [m, k, d] that are read, and probabilities [m, heads, k] in float32 or better."""
-    read = keys.index_select(0, chosen.clamp(min=0).flatten()).unflatten(0, chosen.shape)
-    scores = torch.bmm(query, read.mT).to(_sum_dtype(keys)) * scale
-    return read, scores.masked_fill(chosen[:, None] < 0, -torch.inf).softmax(-1)
-
-
-def _steps(chosen: Tensor, keys: Tensor) -> Iterator[slice]:
-    return _slices(len(chosen), max(1, CHUNK_BYTES // (chosen.shape[1] * keys.shape[1] * keys.element_size())))
-
-
-def _slices(n: int, step: int) -> Iterator[slice]:
-    return (slice(first, first + step) for first in range(0, n, step))
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prime_hpc.models import indexed, spec
+from prime_hpc.models import indexed, indexed_plain, spec
 from prime_hpc.models.indexed import IndexedAttention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
@@ -46,7 +46,8 @@ def test_chunks_change_nothing(monkeypatch):
     )
     results = []
     for size in (2**28, 2000):
-        monkeypatch.setattr(indexed, "CHUNK_BYTES", size)
+        monkeypatch.setattr(indexed, "SCORES_BYTES", size)
+        monkeypatch.setattr(indexed_plain, "CHUNK_BYTES", size)
         output = row.over(query, keys, row.choose(*inputs), 4, 0.5)
         results.append((output, *torch.autograd.grad(output.square().sum(), (query, keys))))
     for whole, cut in zip(*results, strict=True):
@@ -57,7 +58,7 @@ def test_the_gradient_is_that_of_the_formula():
     torch.manual_seed(2)
     query, keys = (torch.randn(6, *shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (3,)))
     chosen = torch.tensor([[0, -1], [1, 0], [2, 0], [1, 3], [4, 3], [3, 5]], dtype=torch.int32)
-    assert torch.autograd.gradcheck(lambda q, k: indexed.attend_to_chosen(q, k, chosen, 2, 0.7), (query, keys))
+    assert torch.autograd.gradcheck(lambda q, k: indexed.attend_to_chosen(q, k, chosen, 2, 0.7)[0], (query, keys))
 
 
 @pytest.mark.parametrize(("mode", "compiled"), [("selective", False), ("full", False), ("none", True), ("full", True)])
