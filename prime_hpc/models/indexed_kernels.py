@@ -8,7 +8,7 @@ from torch import Tensor
 
 SCORE_ROWS, SCORE_KEYS, SCORE_WARPS = 128, 128, 8
 """Rows are those of all heads of some queries."""
-HEADS, KEYS, WARPS = 64, 32, 8
+HEADS, KEYS, WARPS = 64, 64, 8
 BACKWARD_HEADS, BACKWARD_KEYS, BACKWARD_WARPS = 32, 32, 8
 
 
