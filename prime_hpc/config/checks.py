@@ -15,6 +15,7 @@ from prime_hpc.config.fleet_checks import find_fleet_problems
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
 from prime_hpc.config.model_checks import find_folder_problems
+from prime_hpc.config.renderer import find_renderer_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.config.sizes import rows_at_once
@@ -36,10 +37,11 @@ PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
     engines = (_engines, find_argument_problems, find_unknown_arguments, find_fleet_problems)
-    sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
+    sampled = (_functions, _sources, _adapters, _sampling, find_renderer_problems, *engines, _teachers,
+               find_frozen_problems)  # fmt: skip
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
-        "sft": (_sft,),
+        "sft": (_sft, find_renderer_problems),
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
         "serve": engines,

@@ -62,6 +62,9 @@ class ModelConfig:
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
     """How messages become tokens: a name of the `renderers` package; `default` is the tokenizer's chat template."""
+    renderer_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the renderer, such as `{thinking_retention: all}`; of `default`, variables of the chat template and
+    `tool_parser`, `reasoning_parser` (docs/environments.md)."""
     served_name: str = "policy"
     """The model name in requests."""
     impl: Literal["auto", "native", "hf"] = "auto"
