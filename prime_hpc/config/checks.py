@@ -17,6 +17,7 @@ from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
 from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.renderer import find_renderer_problems
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sampling_checks import find_sampling_problems, reshapes
 from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.config.sizes import rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
@@ -37,7 +38,7 @@ PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
     engines = (_engines, find_argument_problems, find_unknown_arguments, find_fleet_problems)
-    sampled = (_functions, _sources, _adapters, _sampling, find_renderer_problems, *engines, _teachers,
+    sampled = (_functions, _sources, _adapters, find_sampling_problems, find_renderer_problems, *engines, _teachers,
                find_frozen_problems)  # fmt: skip
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
@@ -146,9 +147,10 @@ def _teachers(config: RunConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{key}.teacher", teacher, "the name of a model under `frozen`",
                                 nearest_name(teacher, list(config.frozen)))  # fmt: skip
         scored = isinstance(algorithm, OPSD) or _scorer(config, algorithm)
-        if scored and (sampling.temperature != 1 or sampling.top_p != 1):
+        if scored and reshapes(sampling):
             yield ConfigProblem(f"{key}.name", algorithm.name, "temperature and top_p of 1 in the source's sampling, "
-                                "since a reference scores at temperature 1")  # fmt: skip
+                                "no top_k, min_p or penalty, since a reference scores the whole distribution at "
+                                "temperature 1")  # fmt: skip
         limit = config.inference.vllm.get("max_model_len")
         if isinstance(algorithm, OPSD) and (limit is None or limit <= config.seq_len):
             yield ConfigProblem("inference.vllm.max_model_len", limit, f"more than seq_len = {config.seq_len}: the "
@@ -217,17 +219,6 @@ def _pools(key: str, source: SourceConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, values, f"pools with a {field} each of their own")
     if not any(pool.weight for pool in pools):
         yield ConfigProblem(key, [pool.weight for pool in pools], "a pool with a weight above 0")
-
-
-def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
-    for i, source in enumerate(config.env.train):
-        sampling = source.sampling
-        if sampling.temperature == 0:
-            expected = "more than 0, since a policy gradient needs sampling"
-            yield ConfigProblem(f"env.train.{i}.sampling.temperature", 0, expected)
-        if sampling.max_tokens and sampling.max_tokens >= config.seq_len:
-            yield ConfigProblem(f"env.train.{i}.sampling.max_tokens", sampling.max_tokens,
-                                f"less than seq_len = {config.seq_len}, which holds the prompt too")  # fmt: skip
 
 
 def _engines(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -20,8 +20,20 @@ class SamplingConfig:
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; training wants 1.0, since the trainer scores the full distribution."""
+    top_k: Positive | None = None
+    """Sample from so many most probable tokens; all when left out, as training wants it."""
+    min_p: Fraction | None = None
+    """Leave out tokens less probable than this share of the most probable one's; none when left out, as training
+    wants it."""
     max_tokens: Positive | None = None
     """Tokens of one reply; until the context is full when left out."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a reply, which keeps them."""
+    seed: int | None = None
+    """Sample each rollout of a task from a seed of its own that follows from this one, the task and its number; at
+    random when left out. Agents of an episode that see the same prompt then say the same."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further parameters by vLLM's names, e.g. `{min_tokens: 4, repetition_penalty: 1.1}`."""
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ Directions:
     orchestrator -> trainer rank: RankBatch
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -191,7 +191,7 @@ class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     base_url: str
     model: str
     version: PolicyVersion
-    sampling: dict[str, float | int | str | None]
+    sampling: dict[str, Any]
     evaluate: bool = False
     time_limit_s: float = 600.0
     key_variable: str | None = None

@@ -69,8 +69,8 @@ def test_teachers_must_exist_and_score_what_was_sampled() -> None:
     config.env.train = [SourceConfig(id="words", sampling=SamplingConfig(temperature=0.7))]
     assert conflicts(config, "algorithm") == [
         "algorithm.teacher = 'bug': expected the name of a model under `frozen`; did you mean 'big'?",
-        "algorithm.name = 'opd': expected temperature and top_p of 1 in the source's sampling, since a reference "
-        "scores at temperature 1",
+        "algorithm.name = 'opd': expected temperature and top_p of 1 in the source's sampling, no top_k, min_p or "
+        "penalty, since a reference scores the whole distribution at temperature 1",
     ]
     config.algorithm = OPSD()
     assert conflicts(config, "inference") == [
