@@ -97,18 +97,7 @@ def _adapters(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
-    orchestrator = config.orchestrator
-    for algorithm in _algorithms(config):
-        if orchestrator.group_size == 1 and algorithm.compares_group:
-            yield ConfigProblem("orchestrator.group_size", 1,
-                                f"at least 2: algorithm={algorithm.name} compares a group")  # fmt: skip
-            break
-    if orchestrator.batch_size % orchestrator.group_size:
-        yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
-                            f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
-    if isinstance(orchestrator.max_inflight, int) and orchestrator.max_inflight < orchestrator.group_size:
-        yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
-                            f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    yield from _groups(config)
     if config.pause.max_s >= config.trainer.batch_timeout_s:
         yield ConfigProblem("pause.max_s", config.pause.max_s,
                             f"less than trainer.batch_timeout_s = {config.trainer.batch_timeout_s:.0f}")  # fmt: skip
@@ -121,9 +110,26 @@ def _rows(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
 
 
-def _algorithms(config: RunConfig) -> list[AlgorithmConfig]:
-    """Credit assignment of each training source."""
-    return [source.algorithm or config.algorithm for source in config.env.train] or [config.algorithm]
+def _groups(config: RunConfig) -> Iterator[ConfigProblem]:
+    orchestrator = config.orchestrator
+    for key, (size, algorithms) in _sizes(config).items():
+        comparing = [algorithm.name for algorithm in algorithms if algorithm.compares_group]
+        if size == 1 and comparing:
+            yield ConfigProblem(key, 1, f"at least 2: algorithm={comparing[0]} compares a group")
+        if orchestrator.batch_size % size:
+            yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size, f"a multiple of {key} = {size}")
+        if isinstance(orchestrator.max_inflight, int) and orchestrator.max_inflight < size:
+            yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight, f"at least {key} = {size}")
+
+
+def _sizes(config: RunConfig) -> dict[str, tuple[int, list[AlgorithmConfig]]]:
+    """Size of a group by the key that says it, and the algorithms of the sources that have it."""
+    sizes: dict[str, tuple[int, list[AlgorithmConfig]]] = {}
+    for i, source in enumerate(config.env.train):
+        key = f"env.train.{i}.group_size" if source.group_size else "orchestrator.group_size"
+        _, algorithms = sizes.setdefault(key, (source.group_size or config.orchestrator.group_size, []))
+        algorithms.append(source.algorithm or config.algorithm)
+    return sizes or {"orchestrator.group_size": (config.orchestrator.group_size, [config.algorithm])}
 
 
 def _loss(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -196,6 +202,10 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
         if source.runtime.name == "subprocess" and source.runtime.image:
             yield ConfigProblem(f"{key}.runtime.image", source.runtime.image,
                                 "null, or runtime.name=apptainer: a subprocess has no image")  # fmt: skip
+    for i, source in enumerate(config.env.eval.sources):
+        if source.group_size is not None:
+            yield ConfigProblem(f"env.eval.sources.{i}.group_size", source.group_size,
+                                "to be left out: env.eval.rollouts_per_task says it")  # fmt: skip
     yield from _shares(config)
     for i, source in enumerate(config.env.train):
         yield from _pools(f"env.train.{i}.order.pools", source)
@@ -315,6 +325,18 @@ def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
     """Credit assignment of a training source: its own, or the run's."""
     own = (s.algorithm for s in config.env.train if source_name(s) == source)
     return next(own, None) or config.algorithm
+
+
+def group_size(config: RunConfig, source: str) -> int:
+    """Rollouts of a group of a training source: its own number, or the run's."""
+    own = (s.group_size for s in config.env.train if source_name(s) == source)
+    return next(own, None) or config.orchestrator.group_size
+
+
+def largest_group(config: RunConfig) -> int:
+    """Rollouts of a group of the training source that has the most."""
+    return max((s.group_size or config.orchestrator.group_size for s in config.env.train),
+               default=config.orchestrator.group_size)  # fmt: skip
 
 
 def sampled_by(config: RunConfig, source: str) -> str | None:

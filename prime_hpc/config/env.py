@@ -67,7 +67,7 @@ class SourceConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """Where the programs of its episodes run, unless a seat in `env_args` names a runtime of its own."""
     ratio: Annotated[float, Field(gt=0)] = 1.0
-    """Share of this source among the training sources."""
+    """Share of this source among the training sources, counted in groups."""
     ratio_schedule: dict[NonNegative, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
     """Shares by step in place of `ratio`, linear between the steps given and constant outside them."""
     order: TaskSampling = field(default_factory=Shuffled)
@@ -78,6 +78,8 @@ class SourceConfig:
     """Sampling parameters."""
     algorithm: AlgorithmConfig | None = None
     """Credit assignment of this training source; the run's when left out."""
+    group_size: Positive | None = None
+    """Rollouts of one task of this training source; `orchestrator.group_size` when left out."""
     adapter: str | None = None
     """The adapter of `lora.adapters` that this source samples from and trains; the first when left out."""
 

@@ -18,7 +18,7 @@ from prime_hpc.algorithms.filters import (
 from prime_hpc.algorithms.packing import pack_batch
 from prime_hpc.algorithms.staleness import Lineages, discounted, restrict, token_staleness
 from prime_hpc.algorithms.trajectories import trajectories
-from prime_hpc.config.checks import source_algorithm
+from prime_hpc.config.checks import group_size, source_algorithm
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.groups import Group
@@ -105,8 +105,9 @@ class BatchMaker:
         Raises:
             CorruptData: other samples come out than were cut.
         """
-        size, cut = self._config.orchestrator.group_size, recorded.cut
-        groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
+        cut = recorded.cut
+        groups = [Group.restored(group.opened, group.done, group_size(self._config, group.opened.source))
+                  for group in recorded.groups]  # fmt: skip
         self._remember(recorded.before.credit)
         bound = self._config.orchestrator.max_staleness if cut.max_staleness is None else cut.max_staleness
         batch = self._make(cut.step, groups, self._lineages.until(cut.lineage), bound)
