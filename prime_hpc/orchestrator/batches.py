@@ -60,10 +60,16 @@ class Batch:
     samples: list[Sample]
     groups: list[Group]
     dropped: Dropped
-    staleness: np.ndarray
+    ages: dict[str, np.ndarray]
+    """Staleness of the tokens that may train, by source."""
     journal_offset: int = 0
     lr: float | None = None
     """Peak learning rate from this step on, where it was changed while the run worked."""
+
+    @property
+    def staleness(self) -> np.ndarray:
+        """Of the tokens of all sources."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.ages.values()])
 
     @property
     def rollouts(self) -> list[RolloutDone]:
@@ -128,8 +134,10 @@ class BatchMaker:
             else:
                 samples.append(kept if settings.age_discount == 1 else discounted(kept, step, settings.age_discount))
             dropped.note(sample, reasons)
-        ages = [token_staleness(sample, step) for sample in samples]
-        staleness = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
+        ages: dict[str, list[np.ndarray]] = defaultdict(list)
+        for sample in samples:
+            ages[sample.source].append(token_staleness(sample, step))
+        staleness = {source: np.concatenate(own) for source, own in ages.items()}
         if settings.drop_zero_advantage:
             samples = [_counted(sample, without_zero_advantage, dropped, "zero_advantage") for sample in samples]
         return Batch(step, [s for s in samples if trains(s)], groups, dropped, staleness)

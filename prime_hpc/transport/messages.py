@@ -135,7 +135,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both).
 
     `seats` are those that the policy played, in the order of their samples. `images` holds the encoded images (PNG,
-    JPEG) that the policy was shown, by digest.
+    JPEG) that the policy was shown, by digest. `phases` are the parts of its `seconds`, by name.
     """
 
     rollout_id: str
@@ -153,6 +153,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncated: bool = False
     stop_condition: str = ""
     seconds: float = 0.0
+    phases: dict[str, float] = {}
     failure: Failure | None = None
 
 
