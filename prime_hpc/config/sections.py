@@ -146,6 +146,12 @@ class MonitorConfig:
     """W&B project."""
     wandb_entity: str | None = None
     """W&B team or user."""
+    wandb_group: str | None = None
+    """W&B group; the name of the sweep, for its points, when left out."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+    wandb_notes: str | None = None
+    """W&B notes: what the run is about."""
     rollouts: bool = True
     """Write rollout records to `rollouts/step_N.jsonl.zst`, those of evaluations to the same below
     `rollouts/evaluations`."""
