@@ -136,7 +136,7 @@ class UpdateConfig:
 
 @dataclass(kw_only=True)
 class MonitorConfig:
-    """Where metrics go beside `metrics.jsonl`."""
+    """What a run tells: where metrics go beside `metrics.jsonl`, rollout records, logs."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
@@ -158,6 +158,9 @@ class MonitorConfig:
     rollouts_gib: Annotated[float, Field(gt=0)] | None = None
     """Records past this size together are removed, oldest first; all are kept when left out. Those of evaluations have
     as much for themselves."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """What the processes log from this level on; debug lets libraries tell every request too. vLLM has a level of its
+    own: `inference.env: {VLLM_LOGGING_LEVEL: DEBUG}`."""
 
 
 @dataclass(kw_only=True)

@@ -153,6 +153,12 @@ def test_wandb_is_told_what_a_run_belongs_to(tmp_path, monkeypatch):
     assert of(sweep / "1_seed-2", wandb_group="mine") == ("sweep-7.run-a", "mine", None, None)
 
 
+@pytest.mark.parametrize(("level", "heard"), [("info", logging.WARNING), ("debug", logging.NOTSET)])
+def test_libraries_tell_every_request_only_where_all_is_wanted(tmp_path, level, heard):
+    role(tmp_path, monitor=MonitorConfig(log_level=level)).quieten(f"talkative_{level}")
+    assert logging.getLogger(f"talkative_{level}").level == heard
+
+
 @pytest.mark.slow
 def test_wandb_offline_writes_a_run_of_the_run_s_name(tmp_path):
     pytest.importorskip("wandb")
