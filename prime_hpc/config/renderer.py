@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from prime_hpc.config.json_files import read_json
 from prime_hpc.config.run import RunConfig
@@ -99,21 +99,23 @@ def _problem(model: ModelConfig, item: Any) -> ConfigProblem:
                              nearest_name(model.renderer, valid))  # fmt: skip
     key = ".".join([KEY, *map(str, place[1:])])
     if kind == "extra_forbidden":
-        valid = _options(model.renderer)
+        valid = _options(model)
         expected = f"an option of the renderer {model.renderer!r}: " + ", ".join(valid)
         return ConfigProblem(key, value, expected, nearest_name(str(place[-1]), valid))
     if kind == "missing":
         return ConfigProblem(key, None, "a value, it has no default")
     if kind == "value_error":
-        return ConfigProblem(key, model.renderer_options, f"options that agree ({item['ctx']['error']})")
+        return ConfigProblem(key, model.renderer_options, f"what the renderer takes ({item['ctx']['error']})")
     return ConfigProblem(key, value, item["msg"].removeprefix("Input should be "))
 
 
-def _options(renderer: str) -> list[str]:
-    from typing import get_args
-
+def _options(model: ModelConfig) -> list[str]:
+    """Names of the options of a renderer, those of a renderer of the user's too."""
     from renderers import RendererConfig
+    from renderers.custom import load_custom_renderer
 
     union, _ = get_args(RendererConfig)
-    fields = next(c.model_fields for c in get_args(union) if c.model_fields["name"].default == renderer)
+    fields = dict(next(c.model_fields for c in get_args(union) if c.model_fields["name"].default == model.renderer))
+    if model.renderer == "custom":
+        fields |= load_custom_renderer(model.renderer_options["import_path"]).config_class.model_fields
     return [name for name in fields if name != "name"]

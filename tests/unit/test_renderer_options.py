@@ -44,7 +44,7 @@ def wrong(renderer: str, path: Path | str = "", **options: object) -> list[str]:
         ("glm-5", {"thinking_retention": "al"}, "model.renderer_options.thinking_retention = 'al': expected "
          "'tool_cycle' or 'all'"),
         ("glm-5", {"clear_thinking": True, "thinking_retention": "all"}, "model.renderer_options = {'clear_thinking': "
-         "True, 'thinking_retention': 'all'}: expected options that agree (clear_thinking=True implies"),
+         "True, 'thinking_retention': 'all'}: expected what the renderer takes (clear_thinking=True implies"),
         ("custom", {}, "model.renderer_options.import_path = None: expected a value"),
         ("custom", {"import_path": "nowhere.Mine"}, "model.renderer_options = {'import_path': 'nowhere.Mine'}: "
          "expected a renderer that loads (ModuleNotFoundError: No module named 'nowhere')"),
@@ -58,6 +58,16 @@ def wrong(renderer: str, path: Path | str = "", **options: object) -> list[str]:
 def test_a_renderer_is_refused_with_what_it_does_not_take(renderer: str, options: dict, expected: str) -> None:
     [problem] = wrong(renderer, **options)
     assert problem.startswith(expected)
+
+
+def test_a_renderer_of_the_user_s_has_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from renderers import Qwen3RendererConfig\nfrom renderers.qwen3 import Qwen3Renderer\n\n\n"
+    code += "class Mine(Qwen3Renderer):\n    config_class = Qwen3RendererConfig\n"
+    (tmp_path / "renderer_of_mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert wrong("custom", import_path="renderer_of_mine.Mine", enable_thinking=False) == []
+    [problem] = wrong("custom", import_path="renderer_of_mine.Mine", enable_thinkin=False)
+    assert problem.endswith("thinking_retention, import_path, enable_thinking; did you mean 'enable_thinking'?")
 
 
 def test_what_a_renderer_takes_passes(marking: Path) -> None:
