@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_hpc.cluster import secrets
+from prime_hpc.cluster import log_lines, secrets
 from prime_hpc.cluster.beats import Heart
 from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
@@ -144,11 +144,9 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
     parser.add_argument("--process", required=True)
     args = parser.parse_args()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    logging.basicConfig(stream=sys.stderr, datefmt="%H:%M:%S",
-                        format="%(asctime)s %(levelname)-7s %(name)s %(message)s")  # fmt: skip
     plan = load(args.plan)
     role = Role(plan, plan.process(args.process))
-    logging.getLogger().setLevel(role.config.monitor.log_level.upper())
+    log_lines.set_up(role.config.monitor, role.process.name)
     role.quieten("httpx", "httpcore", "openai")
     role.rendezvous.publish("starting")
     role.heart.start()

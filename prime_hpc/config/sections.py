@@ -161,6 +161,9 @@ class MonitorConfig:
     log_level: Literal["debug", "info", "warning"] = "info"
     """What the processes log from this level on; debug lets libraries tell every request too. vLLM has a level of its
     own: `inference.env: {VLLM_LOGGING_LEVEL: DEBUG}`."""
+    log_format: Literal["text", "json"] = "text"
+    """json: a line is an object. What vLLM and other libraries write by themselves, and the traceback of a process that
+    fails, stay text."""
 
 
 @dataclass(kw_only=True)

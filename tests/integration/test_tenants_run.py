@@ -1,5 +1,6 @@
 """A run on the fake engine: two sources with an adapter each, on a mixture of experts whose routing is replayed."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def test_adapters_and_recorded_experts_reach_the_trainer(tmp_path: Path) -> None
     lora = ("lora.rank=2", "lora.adapters=[a,b]", "optimizer.lr=1e-3", "update.keep_versions=9")
     run = ForkedRun(tmp_path, tmp_path / "model", "tenants", "max_steps=2", engine, SOURCES, *lora,
                    "trainer.router_replay=true", "orchestrator.max_inflight=4",
-                   "monitor.log_level=warning")  # fmt: skip
+                   "monitor.log_format=json")  # fmt: skip
     code, text = run.wait()
     assert code == 0, text
     records = [record for step in (1, 2) for record in read_records(record_path(run.root / "rollouts", step))]
@@ -38,7 +39,7 @@ def test_adapters_and_recorded_experts_reach_the_trainer(tmp_path: Path) -> None
         files = [run.root / folder / adapter / "adapter_model.safetensors" for folder in ("weights/v0.0", "adapters")]
         first, last = map(load_file, files)
         assert any((tensor != first[name]).any() for name, tensor in last.items())
-    logs = [path.read_text() for path in (run.root / "logs" / "attempt_1").glob("*-0.log")]
-    assert len(logs) > 3 and not any(" INFO " in log for log in logs)
+    lines = [json.loads(line) for line in run.log("orchestrator-0").splitlines() if line.startswith("{")]
+    assert any(line["process"] == "orchestrator-0" and "is ready" in line["message"] for line in lines)
     assert all(sum(row[f"pools/long/{pool}"] for pool in ("unseen", "hard", "normal", "easy")) == 50 for row in steps)
     assert not (run.root / "model").exists()
