@@ -131,9 +131,8 @@ def _solved(prefix: str, groups: list[Group]) -> Metrics:
     rewards = [[r.reward for r in group.scored] for group in groups if group.scored]
     if not rewards:
         return {}
-    everyone, nobody = _mean([min(each) >= 1 for each in rewards]), _mean([max(each) <= 0 for each in rewards])
-    return {f"{prefix}/solved_all": everyone, f"{prefix}/solved_none": nobody,
-            f"{prefix}/solved_some": 1 - everyone - nobody}  # fmt: skip
+    found = ["all" if min(each) >= 1 else "none" if max(each) <= 0 else "some" for each in rewards]
+    return {f"{prefix}/solved_{name}": found.count(name) / len(found) for name in ("all", "some", "none")}
 
 
 def _spread(name: str, values: list[Any]) -> Metrics:

@@ -39,8 +39,6 @@ class MicroBatchTensors:
     def of(cls, micro: MicroBatch, device: torch.device | str, *, by_source: bool = False) -> "MicroBatchTensors":
         """Copy the streams of `micro` to `device`; ids, positions and versions become int64. `by_source` has metrics of
         each source as well."""
-        sources = sorted({*micro.sources}) if by_source else []
-        named = np.repeat(np.array(micro.sources, dtype=object), micro.seq_lens)
 
         def load(array: Array, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(array.numpy(), dtype=dtype, device=device)
@@ -58,7 +56,7 @@ class MicroBatchTensors:
             temperatures=load(micro.temperatures),
             seq_lens=micro.seq_lens,
             sources=micro.sources,
-            by_source={source: torch.tensor(named == source, device=device) for source in sources},
+            by_source=_by_source(micro, device) if by_source else {},
             rl_weights=optional(micro.rl_weights),
             ce_weights=optional(micro.ce_weights),
             ref_kl_weights=optional(micro.ref_kl_weights),
@@ -89,6 +87,11 @@ class MicroBatchTensors:
     def sequences(self) -> Sequences:
         """The packed sequences, for what is summed over each of them."""
         return Sequences.of(self.seq_lens, self.mask.device)
+
+
+def _by_source(micro: MicroBatch, device: torch.device | str) -> dict[str, Tensor]:
+    named = np.repeat(np.array(micro.sources, dtype=object), micro.seq_lens)
+    return {source: torch.tensor(named == source, device=device) for source in sorted({*micro.sources})}
 
 
 @dataclass(frozen=True)
