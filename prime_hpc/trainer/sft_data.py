@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_hpc.cluster.files import read_json
+from prime_hpc.config.renderer import renderer_config, template_options
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.sft_rows import Messages
 from prime_hpc.errors import ConfigProblem, ConfigurationError
@@ -37,15 +39,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
+def make_render(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Render:
     """How rows become tokens: a renderer of the `renderers` package, or the tokenizer's chat template (`default`)."""
-    if renderer == "default":
-        return lambda messages: render_template(tokenizer, messages)
+    if model.renderer == "default":
+        return lambda messages: render_template(tokenizer, messages, **template_options(model))
     # here and not above: the package takes a second to load, and only rows of this kind need it
     from renderers import build_training_sample, create_renderer
-    from renderers.configs import config_from_name
 
-    typed = create_renderer(tokenizer, config_from_name(renderer))
+    typed = create_renderer(tokenizer, renderer_config(model))
 
     def render(messages: Messages) -> Row:
         sample = build_training_sample(typed, messages, role_to_mask=lambda m: m["role"] == "assistant",
@@ -55,18 +56,19 @@ def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
     return render
 
 
-def render_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Row:
+def render_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Row:
     """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token.
+    `options` are variables of the template.
 
     Raises:
         ConfigurationError: the template rewrites earlier turns, so that no row of the conversation shows them all.
     """
-    token_ids = _apply(tokenizer, messages)
+    token_ids = _apply(tokenizer, messages, **options)
     mask = np.zeros(len(token_ids), dtype=bool)
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            start = len(_prefix(tokenizer, messages[:i], token_ids, add_generation_prompt=True))
-            end = len(_prefix(tokenizer, messages[: i + 1], token_ids))
+            start = len(_prefix(tokenizer, messages[:i], token_ids, add_generation_prompt=True, **options))
+            end = len(_prefix(tokenizer, messages[: i + 1], token_ids, **options))
             mask[start : _end_of_reply(tokenizer, token_ids, start, end)] = True
     return Row(np.array(token_ids, dtype=np.int32), mask)
 
@@ -96,11 +98,11 @@ def batch_rows(rows: int, batch_size: int, step: int, seed: int, shuffle: bool) 
     return [(p // rows, int(orders[p // rows][p % rows])) for p in positions]
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **kwargs: bool) -> list[int]:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **kwargs: Any) -> list[int]:
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase, messages: Messages, whole: list[int], **kwargs: bool) -> list[int]:
+def _prefix(tokenizer: PreTrainedTokenizerBase, messages: Messages, whole: list[int], **kwargs: Any) -> list[int]:
     """The rendering of the first messages, which must begin that of the whole row."""
     part = _apply(tokenizer, messages, **kwargs)
     if whole[: len(part)] != part:

@@ -29,7 +29,7 @@ class SFTSource:
         if len(messages) <= held_out:
             expected = f"fewer than the {len(messages)} rows of {sft.data}"
             raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
-        render = make_render(tokenizer, model.renderer)
+        render = make_render(tokenizer, model)
         rows = [render(row) for row in messages]
         self._rows = _trainable(role, rows[: len(rows) - held_out])
         self._probe = Probe(_trainable(role, rows[-held_out:]), sft.probe, world, tokenizer.eos_token_id,

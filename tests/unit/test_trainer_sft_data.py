@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_replies_and_their_end_token_are_trained_and_nothing_else(tokenizer):
-    row = make_render(tokenizer, "default")(TWO_TURNS)
+    row = make_render(tokenizer, ModelConfig())(TWO_TURNS)
     text = tokenizer.convert_ids_to_tokens(row.token_ids.tolist())
     assert text == [USER, "a", "b", ASSISTANT, "b", "a", EOS, USER, "c", ASSISTANT, "c", EOS]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
