@@ -1,5 +1,6 @@
 """Tiny models of every native family, beside the same models of transformers, for tests."""
 
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
 CONFIGS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
@@ -31,7 +33,9 @@ CONFIGS = {
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
 }
 """By name: model type, and what its configuration has beside `SHAPE`."""
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+OLD_NAMES = {"minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
+"""By model type: parts of names in transformers, and what checkpoints have in their place."""
+FAMILY_NAMES = ("llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:
@@ -66,7 +70,8 @@ def checkpoint_gradients(hf: PreTrainedModel) -> dict[str, Tensor]:
             gradients |= {f"{stem}.{i}.{leaf}.weight": down for i, down in enumerate(parameter.grad)}
         else:
             gradients[name] = parameter.grad
-    return gradients
+    names = OLD_NAMES.get(hf.config.model_type, {})
+    return {reduce(lambda name, old: name.replace(*old), names.items(), name): g for name, g in gradients.items()}
 
 
 def assert_near(actual: Tensor, expected: Tensor, what: str = "") -> None:

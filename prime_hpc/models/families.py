@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MODULES = {
     "glm4_moe": "prime_hpc.models.glm4_moe",
     "llama": "prime_hpc.models.llama",
+    "minimax_m2": "prime_hpc.models.minimax_m2",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",

@@ -9,10 +9,19 @@ from prime_hpc.models.moe import MixtureOfExperts
 from prime_hpc.models.rotary import Rotation, head_dim_of, rotate
 
 
+class VectorNorm(nn.RMSNorm):
+    """RMS norm over the channels of all heads together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, heads, d] to the same."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
-    With `head_norm_eps` every query and key head is normalised before it is turned.
+    Before they are turned, every query and key head is normalised with `head_norm_eps`, all of them together with
+    `vector_norm_eps`.
     """
 
     def __init__(
@@ -22,6 +31,7 @@ class Attention(nn.Module):
         bias: bool = False,
         output_bias: bool = False,
         head_norm_eps: float | None = None,
+        vector_norm_eps: float | None = None,
     ):
         super().__init__()
         hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
@@ -31,7 +41,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=output_bias)
         self.q_norm, self.k_norm = (
-            nn.Identity() if head_norm_eps is None else nn.RMSNorm(head_dim, eps=head_norm_eps) for _ in range(2)
+            _build_norm(head_dim, count, head_norm_eps, vector_norm_eps) for count in (heads, kv_heads)
         )
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -39,6 +49,12 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
         return self.o_proj(attend(q, k, v, self.head_dim**-0.5).flatten(-2))
+
+
+def _build_norm(head_dim: int, heads: int, head_eps: float | None, vector_eps: float | None) -> nn.Module:
+    if vector_eps is not None:
+        return VectorNorm(heads * head_dim, eps=vector_eps)
+    return nn.Identity() if head_eps is None else nn.RMSNorm(head_dim, eps=head_eps)
 
 
 class SwiGLU(nn.Module):

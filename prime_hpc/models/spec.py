@@ -30,6 +30,8 @@ _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalise each query and key head."""
+_VECTOR_NORMS = ("minimax_m2",)
+"""Model types that normalise queries and keys over all heads together."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Widths:
     out: int
     latent: int
     norms_heads: bool
+    norms_vectors: bool
+    """Queries and keys are normalised over all heads together."""
     feed_forward: int
     routed: int
 
@@ -188,7 +192,7 @@ def _attention(text: HFConfig) -> tuple[int, int]:
         vectors += hidden
     if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         vectors += 2 * dim
-    if kind == "minimax_m2":
+    if kind in _VECTOR_NORMS:
         vectors += (heads + kv_heads) * dim
     return hidden * (2 * heads + 2 * kv_heads) * dim, vectors
 
@@ -251,6 +255,7 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         out=heads * value,
         latent=latent and latent + text["qk_rope_head_dim"] + (text.get("q_lora_rank") or 0),
         norms_heads=kind in _HEAD_NORMS or (kind == "glm4_moe" and bool(text.get("use_qk_norm"))),
+        norms_vectors=kind in _VECTOR_NORMS,
         feed_forward=feed_forward,
         routed=routed,
     )
