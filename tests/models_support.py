@@ -20,22 +20,28 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
        "routed_scaling_factor": 1.7, **EXPERTS}  # fmt: skip
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 4}),
+    "ministral": ("ministral", {"sliding_window": 5, "layer_types": KINDS}),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4}),
     "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
     "qwen3": ("qwen3", {}),
+    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "layer_types": KINDS}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "mlp_only_layers": [1], "norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe, plain": ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, **EXPERTS}),
+    "qwen3_moe, windows": ("qwen3_moe", {"num_experts": 4, "use_sliding_window": True, "sliding_window": 4, **EXPERTS}),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
 }
 """By name: model type, and what its configuration has beside `SHAPE`."""
 OLD_NAMES = {"minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
 """By model type: parts of names in transformers, and what checkpoints have in their place."""
-FAMILY_NAMES = ("llama", "minimax_m2", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = ("llama", "minimax_m2", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:
@@ -84,16 +90,16 @@ class PlainKernel:
     """A `VarlenKernel` for any device: all probabilities written out, and its gradient by hand."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        output = torch.einsum("hqk,khd->qhd", _probabilities(q, k, bounds, scale), _spread(v, q))
+        output = torch.einsum("hqk,khd->qhd", _probabilities(q, k, bounds, scale, window), _spread(v, q))
         return output.contiguous(), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
 
     def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, longest: int, scale: float
+        self, grad: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, longest: int, scale: float, window: int | None
     ) -> tuple[Tensor, ...]:
         q, k, v, output, _ = saved
-        probs = _probabilities(q, k, bounds, scale)
+        probs = _probabilities(q, k, bounds, scale, window)
         by_score = probs * (torch.einsum("qhd,khd->hqk", grad, _spread(v, q)) - (grad * output).sum(-1).T[..., None])
         by_query = torch.einsum("hqk,khd->qhd", by_score, _spread(k, q)) * scale
         by_key, by_value = torch.einsum("hqk,qhd->khd", by_score, q) * scale, torch.einsum("hqk,qhd->khd", probs, grad)
@@ -101,10 +107,12 @@ class PlainKernel:
         return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
 
 
-def _probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
     """[heads, n, n]."""
     document = torch.repeat_interleave(bounds.diff())
     visible = (document[:, None] == document) & torch.ones(len(q), len(q)).tril().bool()
+    if window is not None:
+        visible = visible.triu(1 - window)
     scores = torch.einsum("qhd,khd->hqk", q, _spread(k, q)) * scale
     return scores.masked_fill(~visible, -torch.inf).softmax(-1)
 

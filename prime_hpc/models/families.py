@@ -18,10 +18,14 @@ MODULES = {
     "glm4_moe": "prime_hpc.models.glm4_moe",
     "llama": "prime_hpc.models.llama",
     "minimax_m2": "prime_hpc.models.minimax_m2",
+    "ministral": "prime_hpc.models.mistral",
+    "mistral": "prime_hpc.models.mistral",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
+WINDOWED = ("ministral", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Those of them whose layers may have sliding windows."""
 SEEING = ("qwen3_vl",)
 """Image-text models, all of transformers."""
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -41,7 +45,7 @@ def find_obstacle(hf_config: HFConfig) -> str | None:
     model_type = hf_config.get("model_type")
     if model_type not in MODULES:
         return f"{model_type} is not among {', '.join(MODULES)}"
-    if hf_config.get("use_sliding_window") or "sliding_attention" in (hf_config.get("layer_types") or ()):
+    if model_type not in WINDOWED and _slides(hf_config):
         return "it has sliding-window attention"
     if hf_config.get("hidden_act", "silu") != "silu":
         return f"its activation is {hf_config['hidden_act']}, not silu"
@@ -52,6 +56,10 @@ def find_obstacle(hf_config: HFConfig) -> str | None:
     if hf_config.get("quantization_config"):
         return "its weights are quantised"
     return None
+
+
+def _slides(hf_config: HFConfig) -> bool:
+    return bool(hf_config.get("use_sliding_window")) or "sliding_attention" in (hf_config.get("layer_types") or ())
 
 
 def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:

@@ -9,6 +9,12 @@ from prime_hpc.models.moe import MixtureOfExperts
 from prime_hpc.models.rotary import Rotation, head_dim_of, rotate
 
 
+def window_of(config: PreTrainedConfig, layer: int) -> int | None:
+    """The window of a layer, from a configuration whose layers may slide."""
+    types = getattr(config, "layer_types", None)
+    return config.sliding_window if types is None or types[layer] == "sliding_attention" else None
+
+
 class VectorNorm(nn.RMSNorm):
     """RMS norm over the channels of all heads together."""
 
@@ -21,7 +27,7 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
     Before they are turned, every query and key head is normalised with `head_norm_eps`, all of them together with
-    `vector_norm_eps`.
+    `vector_norm_eps`. With a `window`, a token sees so many, itself the last.
     """
 
     def __init__(
@@ -32,10 +38,12 @@ class Attention(nn.Module):
         output_bias: bool = False,
         head_norm_eps: float | None = None,
         vector_norm_eps: float | None = None,
+        window: int | None = None,
     ):
         super().__init__()
         hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim = head_dim_of(config)
+        self.window = window
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -48,7 +56,7 @@ class Attention(nn.Module):
         """[n, hidden] to [n, hidden]."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
-        return self.o_proj(attend(q, k, v, self.head_dim**-0.5).flatten(-2))
+        return self.o_proj(attend(q, k, v, self.head_dim**-0.5, self.window).flatten(-2))
 
 
 def _build_norm(head_dim: int, heads: int, head_eps: float | None, vector_eps: float | None) -> nn.Module:

@@ -4,6 +4,7 @@ Covers decoder-only transformers: dense and mixture-of-experts, grouped-query an
 (vision-language) config only the text model counts.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalise each query and key head."""
 _VECTOR_NORMS = ("minimax_m2",)
 """Model types that normalise queries and keys over all heads together."""
+_WINDOWS = {"mistral": 4096, "ministral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
+"""Model types with sliding windows, and their size where a configuration leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,46 @@ def train_flops(hf_config: HFConfig, seq_lens: list[int], *, frozen: bool = Fals
     matrices are frozen, as under adapters (whose own are left out), they have two forwards' worth.
 
     Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
-    sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs (the accounting of PaLM, appendix B, with
-    the mask and the true head dimension).
+    sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs, or of those within a layer's window (the
+    accounting of PaLM, appendix B, with the mask and the true head dimension).
     """
     text = _text(hf_config)
     matrices = sum(layer.shared + layer.chosen_experts for layer in _layers(text))
     per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
-    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * text["num_hidden_layers"]
-    pairs = sum(n * (n + 1) // 2 for n in seq_lens)
+    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text))
+    windows = Counter(layer_windows(text)).items()
+    pairs = sum(layers * _pairs(n, min(n, window or n)) for window, layers in windows for n in seq_lens)
     return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs
 
 
+def layer_windows(hf_config: HFConfig) -> list[int | None]:
+    """For each layer, how many tokens a token sees, itself the last; None where all of its past."""
+    text = _text(hf_config)
+    window = text.get("sliding_window", _WINDOWS.get(text.get("model_type", "")))
+    return [window if _slides(text, i) else None for i in range(text["num_hidden_layers"])]
+
+
+def _slides(text: HFConfig, layer: int) -> bool:
+    """The rules of the known families."""
+    kind = text.get("model_type")
+    if kind not in _WINDOWS:
+        return False
+    if text.get("layer_types"):
+        return text["layer_types"][layer] == "sliding_attention"
+    if kind in ("mistral", "ministral"):
+        return True
+    first = 0 if kind == "qwen3_moe" else text.get("max_window_layers", 28)
+    return bool(text.get("use_sliding_window")) and layer >= first
+
+
+def _pairs(n: int, most: int) -> int:
+    """Of a token and one before it or itself among n tokens, where a token has `most` of them at most."""
+    return most * (most + 1) // 2 + (n - most) * most
+
+
 def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
-    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only."""
+    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only. Layers
+    with sliding windows count in full, though an engine may forget what lies before the window."""
     text = _text(hf_config)
     if text.get("kv_lora_rank"):
         values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
