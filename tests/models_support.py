@@ -21,7 +21,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
        "routed_scaling_factor": 1.7, **EXPERTS}  # fmt: skip
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+         "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}}  # fmt: skip
 CONFIGS = {
+    "gemma3_text": ("gemma3_text", {"sliding_window": 4, "layer_types": KINDS, "rope_parameters": ROPES,
+                                    "query_pre_attn_scalar": 12}),
+    "gemma3_text, biases": ("gemma3_text", {"attention_bias": True, "tie_word_embeddings": False}),
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 4}),
@@ -37,11 +42,11 @@ CONFIGS = {
     "qwen3_moe, windows": ("qwen3_moe", {"num_experts": 4, "use_sliding_window": True, "sliding_window": 4, **EXPERTS}),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
-}
+}  # fmt: skip
 """By name: model type, and what its configuration has beside `SHAPE`."""
 OLD_NAMES = {"minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
 """By model type: parts of names in transformers, and what checkpoints have in their place."""
-FAMILY_NAMES = ("llama", "minimax_m2", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = ("gemma3_text", "llama", "minimax_m2", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:

@@ -55,7 +55,7 @@ def _products(widths: Widths, split: int, compiled: bool) -> int:
 
 def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int, gated: int) -> int:
     heads = widths.query + widths.key
-    normed = 2 * widths.hidden + heads * widths.norms_vectors + heads * widths.norms_heads // split
+    normed = widths.norms * widths.hidden + heads * widths.norms_vectors + heads * widths.norms_heads // split
     attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)
     channels = 2 * widths.hidden + (attention + gated * widths.feed_forward) // split
     # rows sent to the experts, and what came back before it is weighted

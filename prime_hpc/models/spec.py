@@ -29,11 +29,15 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 """Model types whose query, key and value projections always have a bias."""
 _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
+_HEAD_NORMS = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalise each query and key head."""
 _VECTOR_NORMS = ("minimax_m2",)
 """Model types that normalise queries and keys over all heads together."""
-_WINDOWS = {"mistral": 4096, "ministral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
+_SANDWICHED = ("gemma3_text",)
+"""Model types with norms on both sides of attention and MLP."""
+_TIED = ("gemma3_text",)
+"""Model types whose embeddings are tied where a configuration does not say so."""
+_WINDOWS = {"gemma3_text": 4096, "mistral": 4096, "ministral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
 """Model types with sliding windows, and their size where a configuration leaves it out."""
 
 
@@ -94,6 +98,8 @@ def _slides(text: HFConfig, layer: int) -> bool:
         return text["layer_types"][layer] == "sliding_attention"
     if kind in ("mistral", "ministral"):
         return True
+    if kind == "gemma3_text":
+        return (layer + 1) % text.get("sliding_window_pattern", 6) != 0
     first = 0 if kind == "qwen3_moe" else text.get("max_window_layers", 28)
     return bool(text.get("use_sliding_window")) and layer >= first
 
@@ -143,6 +149,8 @@ class Widths:
     value: int
     out: int
     latent: int
+    norms: int
+    """Norms of the hidden states."""
     norms_heads: bool
     norms_vectors: bool
     """Queries and keys are normalised over all heads together."""
@@ -198,7 +206,7 @@ def _text(hf_config: HFConfig) -> HFConfig:
 
 def _layers(text: HFConfig) -> list[_Layer]:
     attention, vectors = _attention(text)
-    vectors += 2 * text["hidden_size"]
+    vectors += _norms(text) * text["hidden_size"]
     dense = _Layer(attention + _gated(text, text["intermediate_size"]), 0, 0, vectors)
     if not _num_experts(text):
         return [dense] * text["num_hidden_layers"]
@@ -207,6 +215,11 @@ def _layers(text: HFConfig) -> list[_Layer]:
     always = attention + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
     sparse = _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
     return [sparse if _is_sparse(text, i) else dense for i in range(text["num_hidden_layers"])]
+
+
+def _norms(text: HFConfig) -> int:
+    """Norms of the states in a layer."""
+    return 4 if text.get("model_type") in _SANDWICHED else 2
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
@@ -260,7 +273,7 @@ def _is_sparse(text: HFConfig, layer: int) -> bool:
 
 def _outside(text: HFConfig) -> int:
     """Embedding, LM head where it is its own, and the last norm."""
-    matrices = 1 if text.get("tie_word_embeddings", False) else 2
+    matrices = 1 if text.get("tie_word_embeddings", text.get("model_type") in _TIED) else 2
     return matrices * text["vocab_size"] * text["hidden_size"] + text["hidden_size"]
 
 
@@ -284,6 +297,7 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         value=kv_heads * value,
         out=heads * value,
         latent=latent and latent + text["qk_rope_head_dim"] + (text.get("q_lora_rank") or 0),
+        norms=_norms(text),
         norms_heads=kind in _HEAD_NORMS or (kind == "glm4_moe" and bool(text.get("use_qk_norm"))),
         norms_vectors=kind in _VECTOR_NORMS,
         feed_forward=feed_forward,

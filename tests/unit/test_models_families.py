@@ -16,6 +16,12 @@ OBSTACLES = {
         "model_type": "llama",
         "rope_scaling": {"type": "longrope"},
     },
+    "its activation is gelu, not gelu_pytorch_tanh": {"model_type": "gemma3_text", "hidden_activation": "gelu"},
+    "it has final_logit_softcapping": {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+    "its rotary embedding is dynamic, not one of default, linear, llama3, yarn": {
+        "model_type": "gemma3_text",
+        "rope_parameters": {"sliding_attention": {}, "full_attention": {"rope_type": "dynamic"}},
+    },
     "its weights are quantised": {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}},
 }
 

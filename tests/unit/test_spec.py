@@ -15,6 +15,8 @@ MLA = dict(BASE, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=40, qk_rope
            **MOE)  # fmt: skip
 
 MODELS = {
+    "gemma3_text": BASE,
+    "gemma3_text, own head": dict(BASE, tie_word_embeddings=False),
     "llama": BASE,
     "llama, tied": dict(BASE, tie_word_embeddings=True),
     "llama, biases": dict(BASE, attention_bias=True),
@@ -90,6 +92,7 @@ def test_flops_of_latent_attention_count_both_head_dimensions():
 
 
 WINDOWS = {
+    "gemma3_text": ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8]),
     "mistral": ({}, [4096] * 3),
     "mistral, none": ({"sliding_window": None}, [None] * 3),
     "ministral": ({"sliding_window": 8}, [8] * 3),

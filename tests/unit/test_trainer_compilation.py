@@ -45,7 +45,7 @@ def run(model: CausalLM, seq_lens: list[int]) -> Tensor:
         ("qwen3", "full", 0),
         ("qwen3", "none", 1),
         ("qwen3", "selective", 1),
-        ("ministral", "selective", 2),
+        ("gemma3_text", "selective", 2),
     ],
 )
 def test_blocks_give_the_same_gradients_however_they_run(name, mode, graphs, tmp_path):
