@@ -24,6 +24,9 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
          "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}}  # fmt: skip
 CONFIGS = {
+    "afmoe": ("afmoe", {"num_experts": 8, "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 4,
+                        "layer_types": KINDS, "mup_enabled": True, "route_scale": 1.7, **EXPERTS}),
+    "afmoe, biases": ("afmoe", {"num_experts": 8, "attention_bias": True, "sliding_window": 8, **EXPERTS}),
     "gemma3_text": ("gemma3_text", {"sliding_window": 4, "layer_types": KINDS, "rope_parameters": ROPES,
                                     "query_pre_attn_scalar": 12}),
     "gemma3_text, biases": ("gemma3_text", {"attention_bias": True, "tie_word_embeddings": False}),
@@ -46,7 +49,18 @@ CONFIGS = {
 """By name: model type, and what its configuration has beside `SHAPE`."""
 OLD_NAMES = {"minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
 """By model type: parts of names in transformers, and what checkpoints have in their place."""
-FAMILY_NAMES = ("gemma3_text", "llama", "minimax_m2", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = (
+    "afmoe",
+    "gemma3_text",
+    "llama",
+    "minimax_m2",
+    "ministral",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+)
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:
@@ -73,6 +87,8 @@ def checkpoint_gradients(hf: PreTrainedModel) -> dict[str, Tensor]:
     """Gradients by the names of a checkpoint, where transformers keeps the experts of a layer in two tensors."""
     gradients = {}
     for name, parameter in hf.named_parameters():
+        if not parameter.requires_grad:
+            continue
         stem, _, leaf = name.rpartition(".")
         if leaf == "gate_up_proj":
             for i, (gate, up) in enumerate(zip(*parameter.grad.chunk(2, dim=1), strict=True)):

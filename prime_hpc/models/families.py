@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prime_hpc.models.family import Family
 
 MODULES = {
+    "afmoe": "prime_hpc.models.afmoe",
     "gemma3_text": "prime_hpc.models.gemma3",
     "glm4_moe": "prime_hpc.models.glm4_moe",
     "llama": "prime_hpc.models.llama",
@@ -25,7 +26,7 @@ MODULES = {
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
-WINDOWED = ("gemma3_text", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe")
+WINDOWED = ("afmoe", "gemma3_text", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Those of them whose layers may have sliding windows."""
 SEEING = ("qwen3_vl",)
 """Image-text models, all of transformers."""

@@ -82,9 +82,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """[n, hidden] to [n, hidden]."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        q, k, v = self._heads(x)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         return self.o_proj(attend(q, k, v, self.scale, self.window).flatten(-2))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [n, heads, d], normalised."""
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        return self.q_norm(q), self.k_norm(k), v
 
 
 def _build_norm(

@@ -29,16 +29,23 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 """Model types whose query, key and value projections always have a bias."""
 _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
-_HEAD_NORMS = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text")
+_HEAD_NORMS = ("afmoe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalise each query and key head."""
 _VECTOR_NORMS = ("minimax_m2",)
 """Model types that normalise queries and keys over all heads together."""
-_SANDWICHED = ("gemma3_text",)
+_GATED = ("afmoe",)
+"""Model types with a gate on the output of attention."""
+_SANDWICHED = ("afmoe", "gemma3_text")
 """Model types with norms on both sides of attention and MLP."""
 _TIED = ("gemma3_text",)
 """Model types whose embeddings are tied where a configuration does not say so."""
-_WINDOWS = {"gemma3_text": 4096, "mistral": 4096, "ministral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
+_WINDOWS = {
+    "afmoe": 1024,
+    **dict.fromkeys(("gemma3_text", "mistral", "ministral", "qwen2", "qwen3", "qwen3_moe"), 4096),
+}
 """Model types with sliding windows, and their size where a configuration leaves it out."""
+_EVERY = {"afmoe": ("global_attn_every_n_layers", 4), "gemma3_text": ("sliding_window_pattern", 6)}
+"""Of which every n-th layer has no window: the key for n, and its default."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ def _slides(text: HFConfig, layer: int) -> bool:
         return text["layer_types"][layer] == "sliding_attention"
     if kind in ("mistral", "ministral"):
         return True
-    if kind == "gemma3_text":
-        return (layer + 1) % text.get("sliding_window_pattern", 6) != 0
+    if kind in _EVERY:
+        return (layer + 1) % text.get(*_EVERY[kind]) != 0
     first = 0 if kind == "qwen3_moe" else text.get("max_window_layers", 28)
     return bool(text.get("use_sliding_window")) and layer >= first
 
@@ -139,8 +146,9 @@ def layer_params(hf_config: HFConfig) -> list[tuple[int, int]]:
 class Widths:
     """Channels of one token inside a decoder layer.
 
-    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them.
-    `feed_forward` is that of the gate, summed over the experts that a token meets, of which `routed` are routed ones.
+    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them, `gate` is
+    that of the output. `feed_forward` is that of the gate of the MLP, summed over the experts that a token meets, of
+    which `routed` are routed ones.
     """
 
     hidden: int
@@ -149,6 +157,7 @@ class Widths:
     value: int
     out: int
     latent: int
+    gate: int
     norms: int
     """Norms of the hidden states."""
     norms_heads: bool
@@ -186,7 +195,7 @@ def divisions(hf_config: HFConfig) -> Divisions:
     text = _text(hf_config)
     experts, width = _num_experts(text), text.get("moe_intermediate_size") or text["intermediate_size"]
     dense = not all(_is_sparse(text, i) for i in range(text["num_hidden_layers"])) if experts else True
-    shared = text.get("shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    shared = text.get("shared_expert_intermediate_size") or width * _num_shared(text)
     widths = [size for size in (text["intermediate_size"] * dense, shared * bool(experts)) if size]
     return Divisions(text["hidden_size"], text["num_attention_heads"], _kv_heads(text), widths, experts, width)
 
@@ -237,7 +246,8 @@ def _attention(text: HFConfig) -> tuple[int, int]:
         vectors += 2 * dim
     if kind in _VECTOR_NORMS:
         vectors += (heads + kv_heads) * dim
-    return hidden * (2 * heads + 2 * kv_heads) * dim, vectors
+    gate = heads if kind in _GATED else 0
+    return hidden * (2 * heads + gate + 2 * kv_heads) * dim, vectors
 
 
 def _latent_attention(text: HFConfig) -> tuple[int, int]:
@@ -259,14 +269,19 @@ def _shared_experts(text: HFConfig, width: int) -> int:
     """Weights of the experts that every token meets, with their gate where there is one."""
     if text.get("shared_expert_intermediate_size"):
         return _gated(text, text["shared_expert_intermediate_size"]) + text["hidden_size"]
-    return _gated(text, width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0))
+    return _gated(text, width * _num_shared(text))
+
+
+def _num_shared(text: HFConfig) -> int:
+    return text.get("n_shared_experts") or text.get("num_shared_experts") or 0
 
 
 def _is_sparse(text: HFConfig, layer: int) -> bool:
     """Whether a layer of a mixture-of-experts model has experts; the rules of the known families."""
     if text.get("mlp_layer_types"):
         return text["mlp_layer_types"][layer] == "sparse"
-    if layer < text.get("first_k_dense_replace", 0) or layer in (text.get("mlp_only_layers") or ()):
+    dense = text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0
+    if layer < dense or layer in (text.get("mlp_only_layers") or ()):
         return False
     return (layer + 1) % text.get("decoder_sparse_step", 1) == 0
 
@@ -297,6 +312,7 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         value=kv_heads * value,
         out=heads * value,
         latent=latent and latent + text["qk_rope_head_dim"] + (text.get("q_lora_rank") or 0),
+        gate=heads * value if kind in _GATED else 0,
         norms=_norms(text),
         norms_heads=kind in _HEAD_NORMS or (kind == "glm4_moe" and bool(text.get("use_qk_norm"))),
         norms_vectors=kind in _VECTOR_NORMS,

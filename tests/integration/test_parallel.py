@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
 DENSE, BIASED, SPARSE, GLM = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe"
-MINIMAX, SLIDING, GEMMA = "minimax_m2", "ministral", "gemma3_text"
+AFMOE, MINIMAX, SLIDING, GEMMA = "afmoe", "minimax_m2", "ministral", "gemma3_text"
 LAYOUTS = [
     (2, {}),
     (4, {}),
@@ -52,6 +52,8 @@ CASES = [
     (2, MINIMAX, "native", {"cp": 2, "ep": 2, "cp_style": "ring"}),
     (2, GLM, "native", {"ep": 2, "ep_dispatch": "deepep"}),
     (2, GEMMA, "native", {"tp": 2}),
+    (4, AFMOE, "native", {"tp": 2, "ep": 2}),
+    (2, AFMOE, "native", {"cp": 2, "ep": 2, "cp_style": "ring"}),
     (2, SLIDING, "native", {"cp": 2}),
     (4, SLIDING, "native", {"cp": 4, "cp_style": "ring"}),
     (2, DENSE, "hf", {}),
@@ -63,7 +65,9 @@ CASES = [
 @pytest.fixture(scope="module")
 def compute(tmp_path_factory):
     """Runs a case and keeps what one rank computes of a model."""
-    models = {name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM, MINIMAX, SLIDING, GEMMA)}
+    models = {
+        name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM, MINIMAX, SLIDING, GEMMA, AFMOE)
+    }
     for name, path in models.items():
         save_model(name, path)
 

@@ -146,6 +146,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 640, "num_hi
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 KINDS = {
+    "afmoe": {"num_shared_experts": 1, "num_dense_layers": 0, **EXPERTS},
     "gemma3_text": {},
     "llama": {},
     "qwen3": {},

@@ -15,6 +15,7 @@ MLA = dict(BASE, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=40, qk_rope
            **MOE)  # fmt: skip
 
 MODELS = {
+    "afmoe": dict(BASE, num_experts=4, num_shared_experts=2, num_dense_layers=1, attention_bias=True, **MOE),
     "gemma3_text": BASE,
     "gemma3_text, own head": dict(BASE, tie_word_embeddings=False),
     "llama": BASE,
@@ -47,7 +48,7 @@ def test_param_count_is_that_of_the_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     written = json.loads(config.to_json_string(use_diff=False))
-    assert spec.param_count(written) == sum(p.numel() for p in model.parameters())
+    assert spec.param_count(written) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def test_active_params_leave_out_the_experts_that_are_not_chosen():
@@ -92,6 +93,7 @@ def test_flops_of_latent_attention_count_both_head_dimensions():
 
 
 WINDOWS = {
+    "afmoe": ({"global_attn_every_n_layers": 2, "num_experts": 4, **MOE}, [1024, None, 1024]),
     "gemma3_text": ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8]),
     "mistral": ({}, [4096] * 3),
     "mistral, none": ({"sliding_window": None}, [None] * 3),

@@ -31,7 +31,8 @@ def divide_block(block: Block, mesh: DeviceMesh) -> None:
 
 def _attention_plan(attention: Attention) -> dict[str, ParallelStyle]:
     norms = {name: _norm_style(norm) for name, norm in attention.named_children() if isinstance(norm, nn.RMSNorm)}
-    return {"": _whole_states(3), **_columns("q_proj", "k_proj", "v_proj"), **norms, "o_proj": RowwiseParallel()}
+    columns = [name for name in ("q_proj", "k_proj", "v_proj", "gate_proj") if hasattr(attention, name)]
+    return {"": _whole_states(3), **_columns(*columns), **norms, "o_proj": RowwiseParallel()}
 
 
 def _norm_style(norm: nn.RMSNorm) -> ParallelStyle:
