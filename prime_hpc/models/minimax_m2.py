@@ -1,8 +1,5 @@
 """MiniMax-M2: sigmoid-routed experts with a score correction in every layer, none of them shared; queries and keys are
-normalised over all heads together, and heads turned in part.
-
-The layers for multi-token prediction that checkpoints add at the end are left out.
-"""
+normalised over all heads together, and heads turned in part."""
 
 from transformers import MiniMaxM2Config
 
