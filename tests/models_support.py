@@ -1,5 +1,6 @@
 """Tiny models of every native family, beside the same models of transformers, for tests."""
 
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -26,14 +27,29 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope
 """Transformers keeps 1e-6 in the latent's norms whatever `rms_norm_eps` says; engines do not."""
 # as many heads as make it unlikely that none of them scores a key, since equals may be chosen in another order
 DSA = {**LATENT, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8, "indexer_types": ["full", "shared", "full"]}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+         "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}}  # fmt: skip
 CONFIGS = {
+    "afmoe": ("afmoe", {"num_experts": 8, "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 4,
+                        "layer_types": KINDS, "mup_enabled": True, "route_scale": 1.7, **EXPERTS}),
+    "afmoe, biases": ("afmoe", {"num_experts": 8, "attention_bias": True, "sliding_window": 8, **EXPERTS}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 4, "layer_types": KINDS, "rope_parameters": ROPES,
+                                    "query_pre_attn_scalar": 12}),
+    "gemma3_text, biases": ("gemma3_text", {"attention_bias": True, "tie_word_embeddings": False}),
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 4}),
+    "ministral": ("ministral", {"sliding_window": 5, "layer_types": KINDS}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4}),
     "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
     "qwen3": ("qwen3", {}),
+    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "layer_types": KINDS}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "mlp_only_layers": [1], "norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe, plain": ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, **EXPERTS}),
+    "qwen3_moe, windows": ("qwen3_moe", {"num_experts": 4, "use_sliding_window": True, "sliding_window": 4, **EXPERTS}),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
     "deepseek_v3": ("deepseek_v3", LATENT),
@@ -48,9 +64,24 @@ CONFIGS = {
     ),
     "glm_moe_dsa": ("glm_moe_dsa", DSA),
     "glm_moe_dsa, biases": ("glm_moe_dsa", {**DSA, "attention_bias": True, "index_topk": 64}),
-}
+}  # fmt: skip
 """By name: model type, and what its configuration has beside `SHAPE`."""
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
+OLD_NAMES = {"minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
+"""By model type: parts of names in transformers, and what checkpoints have in their place."""
+FAMILY_NAMES = (
+    "afmoe",
+    "gemma3_text",
+    "llama",
+    "minimax_m2",
+    "ministral",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "glm_moe_dsa",
+)
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:
@@ -83,6 +114,8 @@ def checkpoint_gradients(hf: PreTrainedModel) -> dict[str, Tensor]:
     """Gradients by the names of a checkpoint, where transformers keeps the experts of a layer in two tensors."""
     gradients = {}
     for name, parameter in hf.named_parameters():
+        if not parameter.requires_grad:
+            continue
         stem, _, leaf = name.rpartition(".")
         if leaf == "gate_up_proj":
             for i, (gate, up) in enumerate(zip(*parameter.grad.chunk(2, dim=1), strict=True)):
@@ -91,7 +124,8 @@ def checkpoint_gradients(hf: PreTrainedModel) -> dict[str, Tensor]:
             gradients |= {f"{stem}.{i}.{leaf}.weight": down for i, down in enumerate(parameter.grad)}
         elif parameter.grad is not None:
             gradients[name] = parameter.grad
-    return gradients
+    names = OLD_NAMES.get(hf.config.model_type, {})
+    return {reduce(lambda name, old: name.replace(*old), names.items(), name): g for name, g in gradients.items()}
 
 
 def assert_near(actual: Tensor, expected: Tensor, what: str = "") -> None:
@@ -104,16 +138,16 @@ class PlainKernel:
     """A `VarlenKernel` for any device: all probabilities written out, and its gradient by hand."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        output = torch.einsum("hqk,khd->qhd", _probabilities(q, k, bounds, scale), _spread(v, q))
+        output = torch.einsum("hqk,khd->qhd", _probabilities(q, k, bounds, scale, window), _spread(v, q))
         return output.contiguous(), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
 
     def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, longest: int, scale: float
+        self, grad: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, longest: int, scale: float, window: int | None
     ) -> tuple[Tensor, ...]:
         q, k, v, output, _ = saved
-        probs = _probabilities(q, k, bounds, scale)
+        probs = _probabilities(q, k, bounds, scale, window)
         by_score = probs * (torch.einsum("qhd,khd->hqk", grad, _spread(v, q)) - (grad * output).sum(-1).T[..., None])
         by_query = torch.einsum("hqk,khd->qhd", by_score, _spread(k, q)) * scale
         by_key, by_value = torch.einsum("hqk,qhd->khd", by_score, q) * scale, torch.einsum("hqk,qhd->khd", probs, grad)
@@ -121,10 +155,12 @@ class PlainKernel:
         return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
 
 
-def _probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
     """[heads, n, n]."""
     document = torch.repeat_interleave(bounds.diff())
     visible = (document[:, None] == document) & torch.ones(len(q), len(q)).tril().bool()
+    if window is not None:
+        visible = visible.triu(1 - window)
     scores = torch.einsum("qhd,khd->hqk", q, _spread(k, q)) * scale
     return scores.masked_fill(~visible, -torch.inf).softmax(-1)
 

@@ -2,6 +2,7 @@
 
 import errno
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class _Share(torch.autograd.Function):
 
 
 def check_attention(rank: int, ranks: int, store: Path, style: str) -> float:
-    """Gradcheck of attention that ranks divide among them; the largest difference from that of one rank."""
+    """Gradcheck of attention that ranks divide among them, without and with windows; the largest difference from that
+    of one rank."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
     torch.manual_seed(0)
     seq_lens, cpu, context = [5, 1, 2, 8], torch.device("cpu"), ContextParallel(dist.group.WORLD, style)
@@ -102,13 +104,17 @@ def check_attention(rank: int, ranks: int, store: Path, style: str) -> float:
     everything = torch.arange(16)
     part = context.divide(PackedRow(everything, everything, torch.ones(16), everything[1:], seq_lens))
 
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+    def attend(window: int | None, *qkv: torch.Tensor) -> torch.Tensor:
         mine = (_Share.apply(x)[part.row.token_ids] for x in qkv)
-        output = context.open_attention("sdpa", seq_lens, cpu)(*mine, 0.5)
+        output = context.open_attention("sdpa", seq_lens, cpu)(*mine, 0.5, window)
         return sum_over(torch.zeros_like(qkv[0]).index_copy(0, part.row.token_ids, output), dist.group.WORLD)
 
-    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
-    return (attend(*inputs) - open_attention("sdpa", seq_lens, cpu)(*inputs, 0.5)).abs().max().item()
+    whole, worst = open_attention("sdpa", seq_lens, cpu), 0.0
+    for window in (None, 1, 3, 6):
+        assert torch.autograd.gradcheck(partial(attend, window), inputs, fast_mode=True)
+        difference = (attend(window, *inputs) - whole(*inputs, 0.5, window)).abs().max().item()
+        worst = max(worst, difference)
+    return worst
 
 
 def check_journey(rank: int, ranks: int, store: Path) -> list[list[int]]:

@@ -49,13 +49,15 @@ def backward_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, com
 
 def _products(widths: Widths, split: int, compiled: bool) -> int:
     last = widths.routed or (0 if compiled else 1)
-    attention = widths.query + widths.key + widths.value + widths.latent + widths.out
+    attention = widths.query + widths.key + widths.value + widths.latent + widths.out + widths.gate
     return (2 + last) * widths.hidden + (attention + 2 * widths.feed_forward) // split
 
 
 def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int, gated: int) -> int:
-    normed = 2 * widths.hidden + (widths.query + widths.key if widths.norms_heads else 0) // split
+    heads = widths.query + widths.key
+    normed = widths.norms * widths.hidden + heads * widths.norms_vectors + heads * widths.norms_heads // split
     attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)
+    attention += 2 * widths.gate  # what it multiplies is counted, the gate and the product are not
     channels = 2 * widths.hidden + (attention + gated * widths.feed_forward) // split
     # rows sent to the experts, and what came back before it is weighted
     channels += 2 * widths.routed * widths.hidden

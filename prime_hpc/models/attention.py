@@ -17,21 +17,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models import varlen
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""(query, key, value, bounds of the documents, longest document, scale) to output."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""(query, key, value, bounds of the documents, longest document, scale, window) to output."""
 SDPA = "sdpa"
 
 
 class Attend(Protocol):
     """Causal attention of n tokens, in which every token sees its own sequence only."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
         """Attend.
 
         Args:
             query: [n, heads, d].
             key: [n, kv_heads, d], each head shared by heads / kv_heads query heads; value: [n, kv_heads, d_v].
             scale: factor on the products of query and key.
+            window: the last tokens that a token sees, itself among them; all where there is none.
 
         Returns:
             [n, heads, d_v].
@@ -50,11 +51,15 @@ class BlockDiagonalAttention:
         self._restore = torch.cat([place.flatten() for place in places]).argsort().to(device)
 
     @torch.compiler.disable
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
         parts = []
         for places in self._groups:
             q, k, v = (_pick(x, places).transpose(1, 2) for x in (query, key, value))
-            part = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            n = places.shape[1]
+            mask = None if window is None or window >= n else _band(n, window, places.device)
+            part = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
             parts.append(part.transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).index_select(0, self._restore)
 
@@ -68,8 +73,8 @@ class VarlenAttention:
         self._longest = torch.tensor(max(seq_lens))
         self._kernel = kernel
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return self._kernel(query, key, value, self._bounds, self._longest, scale)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+        return self._kernel(query, key, value, self._bounds, self._longest, scale, window)
 
 
 class CachedAttention:
@@ -92,17 +97,18 @@ class CachedAttention:
         new = places[kept:, None]
         # padding sees itself, since a softmax over nothing is not a number
         self._visible = ((places <= new) & mask.bool()[:, None]) | (places == new)
+        self._distance = new - places
         self._layer = 0
 
     @torch.compiler.disable
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
         q, k, v = (x.unflatten(0, (len(self._visible), -1)).transpose(1, 2) for x in (query, key, value))
         if self._layer in self._kept:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self._kept[self._layer], (k, v), strict=True))
         self._kept[self._layer] = k, v
         self._layer += 1
-        visible = self._visible[:, None]
-        output = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        visible = self._visible if window is None else self._visible & (self._distance < window)
+        output = scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=True)
         return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -165,9 +171,11 @@ def _packed_kernel(name: str) -> Kernel:
     """A kernel of ours by its name: part of compiled graphs."""
     varlen.load(name)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: Tensor, scale: float) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        return varlen.packed_attention(q, k, v, bounds, longest, scale, name)[0]
+        return varlen.packed_attention(q, k, v, bounds, longest, scale, window, name)[0]
 
     return attend
 
@@ -177,15 +185,24 @@ def _flash_kernel(module: str) -> Kernel:
     function: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
 
     @torch.compiler.disable
-    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: Tensor, scale: float) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        sides = (-1, -1) if window is None else (window - 1, 0)
         return _first(function(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=int(longest),
-                               max_seqlen_k=int(longest), softmax_scale=scale, causal=True))  # fmt: skip
+                               max_seqlen_k=int(longest), softmax_scale=scale, causal=True,
+                               window_size=sides))  # fmt: skip
 
     return attend
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+def _band(n: int, window: int, device: torch.device) -> Tensor:
+    """bool[n, n]: whether a token sees another."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _pick(x: Tensor, places: Tensor) -> Tensor:

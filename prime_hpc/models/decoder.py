@@ -1,30 +1,30 @@
 """The decoder-only transformer around the blocks of a family."""
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from prime_hpc.models.attention import Attend
-from prime_hpc.models.conversion import Conversion
-from prime_hpc.models.layers import Block
-from prime_hpc.models.rotary import Rotary
+from prime_hpc.models.rotary import Rotary, layer_kinds
 
-BuildBlock = Callable[[Any, int], Block]
-"""From a configuration and the index of a layer to its block."""
+if TYPE_CHECKING:
+    from prime_hpc.models.family import Family
 
 
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm. Sharding, recomputation and compilation are applied from outside, to
     `layers`; a block neither knows which layer it is nor what documents there are."""
 
-    def __init__(self, config: PreTrainedConfig, build_block: BuildBlock):
+    def __init__(self, config: PreTrainedConfig, family: Family):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(build_block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = Rotary.of(config)
+        self.embed_tokens = family.build_embedding(config)
+        self.layers = nn.ModuleList(family.build_block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = family.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.kinds = layer_kinds(config)
+        self.rotaries = {kind: Rotary.of(config, kind) for kind in dict.fromkeys(self.kinds)}
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, attend: Attend, replay: Tensor | None = None
@@ -41,10 +41,10 @@ class Decoder(nn.Module):
             [n, hidden], ready for the LM head, and int64[n, k] of chosen experts for each sparse layer.
         """
         x = self.embed_tokens(token_ids)
-        rotation = self.rotary(position_ids, x.dtype)
+        rotations = {kind: rotary(position_ids, x.dtype) for kind, rotary in self.rotaries.items()}
         chosen = []
         for i, block in enumerate(self.layers):
-            x, experts = block(x, rotation, attend, None if replay is None else replay[i])
+            x, experts = block(x, rotations[self.kinds[i]], attend, None if replay is None else replay[i])
             if experts is not None:
                 chosen.append(experts)
         return self.norm(x), chosen
@@ -53,10 +53,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Decoder and LM head, which is the embedding where the configuration ties the two."""
 
-    def __init__(self, config: PreTrainedConfig, build_block: BuildBlock, conversion: Conversion):
+    def __init__(self, config: PreTrainedConfig, family: Family):
         super().__init__()
-        self.conversion = conversion
-        self.model = Decoder(config, build_block)
+        self.conversion = family.conversion
+        self.model = Decoder(config, family)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 

@@ -15,20 +15,30 @@ if TYPE_CHECKING:
     from prime_hpc.models.family import Family
 
 MODULES = {
+    "afmoe": "prime_hpc.models.afmoe",
+    "gemma3_text": "prime_hpc.models.gemma3",
     "deepseek_v3": "prime_hpc.models.deepseek_v3",
     "glm4_moe": "prime_hpc.models.glm4_moe",
     "glm_moe_dsa": "prime_hpc.models.glm_moe_dsa",
     "llama": "prime_hpc.models.llama",
+    "minimax_m2": "prime_hpc.models.minimax_m2",
+    "ministral": "prime_hpc.models.mistral",
+    "mistral": "prime_hpc.models.mistral",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
+WINDOWED = ("afmoe", "gemma3_text", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Those of them whose layers may have sliding windows."""
 SEEING = ("qwen3_vl",)
 """Image-text models, all of transformers."""
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Where a model's image processor is described; the second describes others beside it."""
 EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
 """Any of these in a configuration makes it a mixture of experts."""
+GELU = "gelu_pytorch_tanh"
+UNKNOWN = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+"""Keys of configurations that ask for what no family of ours has."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -42,17 +52,38 @@ def find_obstacle(hf_config: HFConfig) -> str | None:
     model_type = hf_config.get("model_type")
     if model_type not in MODULES:
         return f"{model_type} is not among {', '.join(MODULES)}"
-    if hf_config.get("use_sliding_window") or "sliding_attention" in (hf_config.get("layer_types") or ()):
+    if model_type not in WINDOWED and _slides(hf_config):
         return "it has sliding-window attention"
-    if hf_config.get("hidden_act", "silu") != "silu":
-        return f"its activation is {hf_config['hidden_act']}, not silu"
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        return f"its rotary embedding is {rope_type}, not one of {', '.join(ROPE_TYPES)}"
+    activation, expected = _activation(hf_config)
+    if activation != expected:
+        return f"its activation is {activation}, not {expected}"
+    unknown = next((rope_type for rope_type in _rope_types(hf_config) if rope_type not in ROPE_TYPES), None)
+    if unknown:
+        return f"its rotary embedding is {unknown}, not one of {', '.join(ROPE_TYPES)}"
+    special = next((key for key in UNKNOWN if hf_config.get(key)), None)
+    if special:
+        return f"it has {special}"
     if hf_config.get("quantization_config"):
         return "its weights are quantised"
     return None
+
+
+def _activation(hf_config: HFConfig) -> tuple[str, str]:
+    """That of a model, and the one that its family has here."""
+    if hf_config["model_type"] == "gemma3_text":
+        return hf_config.get("hidden_activation") or GELU, GELU
+    return hf_config.get("hidden_act", "silu"), "silu"
+
+
+def _rope_types(hf_config: HFConfig) -> list[str]:
+    """That of all layers, or of each kind."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
+    return [str(kind.get("rope_type", kind.get("type", "default"))) for kind in kinds]
+
+
+def _slides(hf_config: HFConfig) -> bool:
+    return bool(hf_config.get("use_sliding_window")) or "sliding_attention" in (hf_config.get("layer_types") or ())
 
 
 def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:

@@ -37,8 +37,8 @@ class IndexedAttention:
         self._visible = torch.stack([begins[places.cpu()], places.cpu()])
         self._kept: dict[int | None, Tensor] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return self._whole(query, key, value, scale)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+        return self._whole(query, key, value, scale, window)
 
     @torch.compiler.disable
     def choose(self, query: Tensor, key: Tensor, weights: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from transformers import Qwen2Config
 
 from prime_hpc.models.family import Family
-from prime_hpc.models.layers import Attention, Block, SwiGLU
+from prime_hpc.models.layers import Attention, Block, SwiGLU, window_of
 
 
 def build_block(config: Qwen2Config, layer: int) -> Block:
-    """All layers are alike."""
+    """Layers differ in their windows, if any."""
     mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-    return Block(config.hidden_size, config.rms_norm_eps, Attention(config, bias=True), mlp)
+    attention = Attention(config, bias=True, window=window_of(config, layer))
+    return Block(config.hidden_size, config.rms_norm_eps, attention, mlp)
 
 
 FAMILY = Family(build_block)

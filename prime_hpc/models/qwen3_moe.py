@@ -14,7 +14,7 @@ def build_block(config: Qwen3MoeConfig, layer: int) -> Block:
     """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     dense = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step
     mlp = SwiGLU(config.hidden_size, config.intermediate_size) if dense else _build_experts(config)
-    return Block(config.hidden_size, config.rms_norm_eps, build_attention(config), mlp)
+    return Block(config.hidden_size, config.rms_norm_eps, build_attention(config, layer), mlp)
 
 
 def _build_experts(config: Qwen3MoeConfig) -> nn.Module:

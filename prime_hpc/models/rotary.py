@@ -23,9 +23,9 @@ class Rotary:
     magnitude: float
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Rotary":
-        """As `rope_parameters`, `head_dim` and `max_position_embeddings` of a configuration say."""
-        parameters: Parameters = config.rope_parameters
+    def of(cls, config: PreTrainedConfig, kind: str | None = None) -> "Rotary":
+        """As `rope_parameters` and `head_dim` of a configuration say, for a kind of layers if they differ."""
+        parameters: Parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
         rotated = getattr(config, "qk_rope_head_dim", None)  # latent attention: the heads' rotary part is apart
         rotated = rotated or int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / rotated
@@ -38,6 +38,13 @@ class Rotary:
         self.frequencies = self.frequencies.to(positions.device)
         angles = (positions[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
         return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[str | None]:
+    """The kind of each layer where kinds differ in their rotary embedding, else None."""
+    if "rope_type" in config.rope_parameters:
+        return [None] * config.num_hidden_layers
+    return list(config.layer_types)
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:

@@ -4,6 +4,7 @@ Covers decoder-only transformers: dense and mixture-of-experts, grouped-query an
 (vision-language) config only the text model counts.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +29,23 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 """Model types whose query, key and value projections always have a bias."""
 _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
+_HEAD_NORMS = ("afmoe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalise each query and key head."""
+_VECTOR_NORMS = ("minimax_m2",)
+"""Model types that normalise queries and keys over all heads together."""
+_GATED = ("afmoe",)
+"""Model types with a gate on the output of attention."""
+_SANDWICHED = ("afmoe", "gemma3_text")
+"""Model types with norms on both sides of attention and MLP."""
+_TIED = ("gemma3_text",)
+"""Model types whose embeddings are tied where a configuration does not say so."""
+_WINDOWS = {
+    "afmoe": 1024,
+    **dict.fromkeys(("gemma3_text", "mistral", "ministral", "qwen2", "qwen3", "qwen3_moe"), 4096),
+}
+"""Model types with sliding windows, and their size where a configuration leaves it out."""
+_EVERY = {"afmoe": ("global_attn_every_n_layers", 4), "gemma3_text": ("sliding_window_pattern", 6)}
+"""Of which every n-th layer has no window: the key for n, and its default."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +79,17 @@ def train_flops(hf_config: HFConfig, seq_lens: list[int], *, frozen: bool = Fals
     matrices are frozen, as under adapters (whose own are left out), they have two forwards' worth.
 
     Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
-    sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs (the accounting of PaLM, appendix B, with
-    the mask and the true head dimension). Where an indexer chooses keys, a token has no more pairs than it chooses, and
-    its indexer, which is frozen, costs a forward over all pairs.
+    sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs, or of those within a layer's window (the
+    accounting of PaLM, appendix B, with the mask and the true head dimension). Where an indexer chooses keys, a token
+    has no more pairs than it chooses, and its indexer, which is frozen, costs a forward over all pairs.
     """
     text = _text(hf_config)
     matrices = sum(layer.shared + layer.chosen_experts for layer in _layers(text))
     per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
-    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * text["num_hidden_layers"]
-    top_k = text.get("index_topk") or max(seq_lens)
-    pairs = sum(_pairs(n, min(n, top_k)) for n in seq_lens)
-    choosing = _choice_flops(text, seq_lens) if max(seq_lens) > top_k else 0
+    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text))
+    windows, top_k = Counter(layer_windows(text)).items(), text.get("index_topk") or max(seq_lens)
+    pairs = sum(layers * _pairs(n, min(n, window or top_k)) for window, layers in windows for n in seq_lens)
+    choosing = _choice_flops(text, seq_lens) if top_k < max(seq_lens) else 0
     return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs + choosing
 
 
@@ -84,13 +100,36 @@ def _choice_flops(text: HFConfig, seq_lens: list[int]) -> int:
     return 2 * sum(indexers) * sum(seq_lens) + per_pair * sum(_pairs(n, n) for n in seq_lens)
 
 
+def layer_windows(hf_config: HFConfig) -> list[int | None]:
+    """For each layer, how many tokens a token sees, itself the last; None where all of its past."""
+    text = _text(hf_config)
+    window = text.get("sliding_window", _WINDOWS.get(text.get("model_type", "")))
+    return [window if _slides(text, i) else None for i in range(text["num_hidden_layers"])]
+
+
+def _slides(text: HFConfig, layer: int) -> bool:
+    """The rules of the known families."""
+    kind = text.get("model_type")
+    if kind not in _WINDOWS:
+        return False
+    if text.get("layer_types"):
+        return text["layer_types"][layer] == "sliding_attention"
+    if kind in ("mistral", "ministral"):
+        return True
+    if kind in _EVERY:
+        return (layer + 1) % text.get(*_EVERY[kind]) != 0
+    first = 0 if kind == "qwen3_moe" else text.get("max_window_layers", 28)
+    return bool(text.get("use_sliding_window")) and layer >= first
+
+
 def _pairs(n: int, most: int) -> int:
     """Of a token and one before it or itself among n tokens, where a token has `most` of them at most."""
     return most * (most + 1) // 2 + (n - most) * most
 
 
 def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
-    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only."""
+    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only. Layers
+    with sliding windows count in full, though an engine may forget what lies before the window."""
     text = _text(hf_config)
     if text.get("kv_lora_rank"):
         values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
@@ -118,8 +157,9 @@ def layer_params(hf_config: HFConfig) -> list[tuple[int, int]]:
 class Widths:
     """Channels of one token inside a decoder layer.
 
-    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them.
-    `feed_forward` is that of the gate, summed over the experts that a token meets, of which `routed` are routed ones.
+    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them, `gate` is
+    that of the output. `feed_forward` is that of the gate of the MLP, summed over the experts that a token meets, of
+    which `routed` are routed ones.
     """
 
     hidden: int
@@ -128,7 +168,12 @@ class Widths:
     value: int
     out: int
     latent: int
+    gate: int
+    norms: int
+    """Norms of the hidden states."""
     norms_heads: bool
+    norms_vectors: bool
+    """Queries and keys are normalised over all heads together."""
     feed_forward: int
     routed: int
 
@@ -161,7 +206,7 @@ def divisions(hf_config: HFConfig) -> Divisions:
     text = _text(hf_config)
     experts, width = _num_experts(text), text.get("moe_intermediate_size") or text["intermediate_size"]
     dense = not all(_is_sparse(text, i) for i in range(text["num_hidden_layers"])) if experts else True
-    shared = text.get("shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    shared = text.get("shared_expert_intermediate_size") or width * _num_shared(text)
     widths = [size for size in (text["intermediate_size"] * dense, shared * bool(experts)) if size]
     return Divisions(text["hidden_size"], text["num_attention_heads"], _kv_heads(text), widths, experts, width)
 
@@ -181,7 +226,7 @@ def _text(hf_config: HFConfig) -> HFConfig:
 
 def _layers(text: HFConfig) -> list[_Layer]:
     attention, vectors = _attention(text)
-    vectors += 2 * text["hidden_size"]
+    vectors += _norms(text) * text["hidden_size"]
     dense = _Layer(attention + _gated(text, text["intermediate_size"]), 0, 0, vectors)
     kinds = [dense] * text["num_hidden_layers"]
     if _num_experts(text):
@@ -193,6 +238,11 @@ def _layers(text: HFConfig) -> list[_Layer]:
     indexers = (_indexer(text, i) for i in range(text["num_hidden_layers"]))
     return [replace(layer, vectors=layer.vectors + norm, indexer=matrices)
             for layer, (matrices, norm) in zip(kinds, indexers, strict=True)]  # fmt: skip
+
+
+def _norms(text: HFConfig) -> int:
+    """Norms of the states in a layer."""
+    return 4 if text.get("model_type") in _SANDWICHED else 2
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
@@ -208,9 +258,10 @@ def _attention(text: HFConfig) -> tuple[int, int]:
         vectors += hidden
     if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         vectors += 2 * dim
-    if kind == "minimax_m2":
+    if kind in _VECTOR_NORMS:
         vectors += (heads + kv_heads) * dim
-    return hidden * (2 * heads + 2 * kv_heads) * dim, vectors
+    gate = heads if kind in _GATED else 0
+    return hidden * (2 * heads + gate + 2 * kv_heads) * dim, vectors
 
 
 def _latent_attention(text: HFConfig) -> tuple[int, int]:
@@ -236,21 +287,26 @@ def _shared_experts(text: HFConfig, width: int) -> int:
     """Weights of the experts that every token meets, with their gate where there is one."""
     if text.get("shared_expert_intermediate_size"):
         return _gated(text, text["shared_expert_intermediate_size"]) + text["hidden_size"]
-    return _gated(text, width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0))
+    return _gated(text, width * _num_shared(text))
+
+
+def _num_shared(text: HFConfig) -> int:
+    return text.get("n_shared_experts") or text.get("num_shared_experts") or 0
 
 
 def _is_sparse(text: HFConfig, layer: int) -> bool:
     """Whether a layer of a mixture-of-experts model has experts; the rules of the known families."""
     if text.get("mlp_layer_types"):
         return text["mlp_layer_types"][layer] == "sparse"
-    if layer < text.get("first_k_dense_replace", 0) or layer in (text.get("mlp_only_layers") or ()):
+    dense = text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0
+    if layer < dense or layer in (text.get("mlp_only_layers") or ()):
         return False
     return (layer + 1) % text.get("decoder_sparse_step", 1) == 0
 
 
 def _outside(text: HFConfig) -> int:
     """Embedding, LM head where it is its own, and the last norm."""
-    matrices = 1 if text.get("tie_word_embeddings", False) else 2
+    matrices = 1 if text.get("tie_word_embeddings", text.get("model_type") in _TIED) else 2
     return matrices * text["vocab_size"] * text["hidden_size"] + text["hidden_size"]
 
 
@@ -274,7 +330,10 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         value=kv_heads * value,
         out=heads * value,
         latent=latent and latent + text["qk_rope_head_dim"] + (text.get("q_lora_rank") or 0),
+        gate=heads * value if kind in _GATED else 0,
+        norms=_norms(text),
         norms_heads=kind in _HEAD_NORMS or (kind == "glm4_moe" and bool(text.get("use_qk_norm"))),
+        norms_vectors=kind in _VECTOR_NORMS,
         feed_forward=feed_forward,
         routed=routed,
     )

@@ -52,6 +52,7 @@ def document_attention(
     *,
     scaling: float,
     attend: Attend,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it.
@@ -69,7 +70,7 @@ def document_attention(
     if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise NotImplementedError("attention with a soft cap or sinks: set trainer.attn=eager")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(query, key, value, scaling)[None], None
+    return attend(query, key, value, scaling, sliding_window)[None], None
 
 
 AttentionInterface.register(DOCUMENTS, document_attention)

@@ -66,7 +66,7 @@ class _Exporter:
         return out
 
     def write_adapter(self, out: Path, adapter: str) -> Path:
-        weights = make_peft_folder(out, self._config.lora, self._config.model.path)
+        weights = make_peft_folder(out, self._config.lora, self._config.model.path, self.policy.conversion)
         tensors = peft_tensors(self.policy.lora, self.policy.conversion, adapter)
         save_tensors({name: t.to(getattr(torch, self._dtype)).contiguous() for name, t in tensors}, weights)
         return out

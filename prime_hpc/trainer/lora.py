@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.lora import LoRAConfig
-from prime_hpc.models.conversion import Conversion
+from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.lora import EXPERTS, LoRA
 from prime_hpc.trainer.hf_weights import local_part
 
@@ -56,10 +56,16 @@ def peft_tensors(lora: LoRA, conversion: Conversion, adapter: str) -> Iterator[t
                 yield f"base_model.model.{piece.name.removesuffix('weight')}{side}.weight", piece.of(tensor)
 
 
-def make_peft_folder(directory: Path, config: LoRAConfig, base: str) -> Path:
+def _expert_modules(conversion: Conversion) -> set[str]:
+    """The matrices of an expert by their names in the checkpoint."""
+    pieces = [next(conversion.pieces(f"layer.mlp.experts.{name}", torch.Size([1]))) for name in EXPERT_MATRICES]
+    return {piece.name.removesuffix(".weight").rpartition(".")[2] for piece in pieces}
+
+
+def make_peft_folder(directory: Path, config: LoRAConfig, base: str, conversion: Conversion = SAME) -> Path:
     """A new folder with the configuration of an adapter of the model at `base`; returns where its weights go."""
     directory.mkdir(parents=True)
-    targets = {*config.targets} - {EXPERTS} | ({*EXPERT_MATRICES} if EXPERTS in config.targets else set())
+    targets = {*config.targets} - {EXPERTS} | (_expert_modules(conversion) if EXPERTS in config.targets else set())
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
                "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
                "target_modules": sorted(targets)}  # fmt: skip

@@ -114,7 +114,7 @@ class WeightsWriter:
             tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous()
                        for name, tensor in peft_tensors(policy.lora, policy.conversion, adapter)}  # fmt: skip
             if self._world.first:
-                path = make_peft_folder(directory / adapter, config.lora, config.model.path)
+                path = make_peft_folder(directory / adapter, config.lora, config.model.path, policy.conversion)
                 self._role.patience.write(path.name, lambda path=path, tensors=tensors: save_tensors(tensors, path))
 
     def _publish_files(self, final: Path, manifest: WeightsManifest, *, whole: bool) -> None:

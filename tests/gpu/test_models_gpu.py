@@ -39,8 +39,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, share: float) -> 
     assert (actual.float() - expected.float()).norm() <= share * expected.float().norm()
 
 
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_backends_in_half_precision_equal_the_fallback_in_float32(name):
+def test_backends_in_half_precision_equal_the_fallback_in_float32(name, window):
     try:
         backend = choose_backend(name, DEVICE, torch.bfloat16)
     except ConfigurationError as error:
@@ -49,8 +50,8 @@ def test_backends_in_half_precision_equal_the_fallback_in_float32(name):
     n = sum(SEQ_LENS)
     heads = [torch.randn(n, count, 64, device=DEVICE, requires_grad=True) for count in (4, 2, 2)]
     upstream = torch.randn(n, 4, 64, device=DEVICE)
-    expected = open_attention("sdpa", SEQ_LENS, DEVICE)(*heads, 0.125)
-    output = open_attention(backend, SEQ_LENS, DEVICE)(*(x.bfloat16() for x in heads), 0.125)
+    expected = open_attention("sdpa", SEQ_LENS, DEVICE)(*heads, 0.125, window)
+    output = open_attention(backend, SEQ_LENS, DEVICE)(*(x.bfloat16() for x in heads), 0.125, window)
     assert_close(output, expected, 0.02)
     wanted = torch.autograd.grad(expected, heads, upstream)
     for gradient, other in zip(torch.autograd.grad(output.float(), heads, upstream), wanted, strict=True):

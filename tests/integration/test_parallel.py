@@ -15,6 +15,8 @@ from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
 DENSE, BIASED, SPARSE, GLM, INDEXED = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe", "glm_moe_dsa"
+AFMOE, MINIMAX, SLIDING, GEMMA = "afmoe", "minimax_m2", "ministral", "gemma3_text"
+MODELS = (DENSE, BIASED, SPARSE, GLM, INDEXED, AFMOE, MINIMAX, SLIDING, GEMMA)
 LAYOUTS = [
     (2, {}),
     (4, {}),
@@ -46,9 +48,17 @@ CASES = [
     (4, DENSE, "native", {"tp": 2, "cp": 2}),
     (4, BIASED, "native", {"tp": 2, "dp_replicate": 2}),
     (4, SPARSE, "native", {"ep": 4}),
+    (2, MINIMAX, "native", {"tp": 2}),
+    (4, MINIMAX, "native", {"tp": 2, "ep": 2}),
+    (2, MINIMAX, "native", {"cp": 2, "ep": 2, "cp_style": "ring"}),
     (2, GLM, "native", {"ep": 2, "ep_dispatch": "deepep"}),
     (4, INDEXED, "native", {"cp": 2, "ep": 2}),
     (2, INDEXED, "native", {"cp": 2, "cp_style": "ring"}),
+    (2, GEMMA, "native", {"tp": 2}),
+    (4, AFMOE, "native", {"tp": 2, "ep": 2}),
+    (2, AFMOE, "native", {"cp": 2, "ep": 2, "cp_style": "ring"}),
+    (2, SLIDING, "native", {"cp": 2}),
+    (4, SLIDING, "native", {"cp": 4, "cp_style": "ring"}),
     (2, DENSE, "hf", {}),
     (2, DENSE, "hf", {"cp": 2}),
     (4, DENSE, "hf", {"cp": 2, "cp_style": "ring"}),
@@ -58,7 +68,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def compute(tmp_path_factory):
     """Runs a case and keeps what one rank computes of a model."""
-    models = {name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM, INDEXED)}
+    models = {name: tmp_path_factory.mktemp("model") for name in MODELS}
     for name, path in models.items():
         save_model(name, path)
 

@@ -147,15 +147,21 @@ def test_a_trainer_is_within_an_eighth_of_the_measured_pace(model, config, lengt
 SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 1,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-SHARED_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0, **EXPERTS}
+KINDS = {
+    "afmoe": {"num_shared_experts": 1, "num_dense_layers": 0, **EXPERTS},
+    "gemma3_text": {},
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0, **EXPERTS},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("llama", {}), ("qwen3", {}), ("qwen3_moe", EXPERTS), ("glm4_moe", SHARED_EXPERTS)]
-)
-def test_activations_are_what_autograd_keeps(kind: str, sizes: dict, dtype: torch.dtype) -> None:
-    config = CONFIG_MAPPING[kind](**SIZES, **sizes)
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_what_autograd_keeps(kind: str, dtype: torch.dtype) -> None:
+    config = CONFIG_MAPPING[kind](**{**SIZES, **KINDS[kind]})
     [estimate] = activations.kept_bytes(config.to_dict(), dtype.itemsize, "composite", joined=True)
     assert kept_by_a_block(config, dtype, tokens=512) / 512 == pytest.approx(estimate, rel=0.04)
 
@@ -175,7 +181,7 @@ def kept_by_a_block(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -
     x = torch.randn(tokens, config.hidden_size, dtype=dtype, requires_grad=True)
     attend = open_attention("sdpa", [tokens], torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model.layers[0](x, model.model.rotary(torch.arange(tokens), dtype), attend)
+        model.model.layers[0](x, model.model.rotaries[model.model.kinds[0]](torch.arange(tokens), dtype), attend)
     return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in mine)
 
 

@@ -10,11 +10,17 @@ from prime_hpc.models.families import MODULES, choose_implementation, find_model
 
 OBSTACLES = {
     f"gpt2 is not among {', '.join(MODULES)}": {"model_type": "gpt2"},
-    "it has sliding-window attention": {"model_type": "qwen3", "use_sliding_window": True},
+    "it has sliding-window attention": {"model_type": "llama", "layer_types": ["sliding_attention"]},
     "its activation is gelu, not silu": {"model_type": "llama", "hidden_act": "gelu"},
     "its rotary embedding is longrope, not one of default, linear, llama3, yarn": {
         "model_type": "llama",
         "rope_scaling": {"type": "longrope"},
+    },
+    "its activation is gelu, not gelu_pytorch_tanh": {"model_type": "gemma3_text", "hidden_activation": "gelu"},
+    "it has final_logit_softcapping": {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+    "its rotary embedding is dynamic, not one of default, linear, llama3, yarn": {
+        "model_type": "gemma3_text",
+        "rope_parameters": {"sliding_attention": {}, "full_attention": {"rope_type": "dynamic"}},
     },
     "its weights are quantised": {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}},
 }
@@ -29,11 +35,12 @@ def test_obstacles_are_named(obstacle):
 def test_every_family_can_be_loaded(model_type):
     assert find_obstacle({"model_type": model_type, "hidden_act": "silu"}) is None
     experts = list(load_family(model_type).conversion.pieces("model.layers.1.mlp.experts.up_proj", (3, 8, 4)))
-    sparse = [(f"model.layers.1.mlp.experts.{i}.up_proj.weight", i) for i in range(3)]
+    up = {"minimax_m2": "block_sparse_moe.experts.{}.w3"}.get(model_type, "mlp.experts.{}.up_proj")
+    sparse = [(f"model.layers.1.{up.format(i)}.weight", i) for i in range(3)]
     dense = [("model.layers.1.mlp.experts.up_proj", None)]
-    assert [(piece.name, piece.index) for piece in experts] == (
-        dense if model_type in ("llama", "qwen2", "qwen3") else sparse
-    )
+    dense = model_type not in ("afmoe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2", "qwen3_moe")
+    whole = [("model.layers.1.mlp.experts.up_proj", None)]
+    assert [(piece.name, piece.index) for piece in experts] == (whole if dense else sparse)
 
 
 def make_config(path: Path, impl: str, **hf_config: object) -> RunConfig:

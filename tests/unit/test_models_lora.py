@@ -1,6 +1,8 @@
 """Low-rank updates: they start at nothing, equal merged weights, and adapters in one row do not see each other."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.models.attention import BlockDiagonalAttention
 from prime_hpc.models.decoder import CausalLM
+from prime_hpc.models.families import load_family
 from prime_hpc.models.lora import LoRA, adapter_of, attach
-from prime_hpc.trainer.lora import initialise, merge
+from prime_hpc.trainer.lora import PEFT_CONFIG, initialise, make_peft_folder, merge
 from tests.models_support import FAMILY_NAMES, load_native, save_model
 
 SEQ_LENS = [5, 4, 6]
@@ -103,3 +106,14 @@ def test_names_tell_whose_a_parameter_is():
     assert adapter_of("model.layers.0.self_attn.q_proj.weight") is None
     assert adapter_of("model.layers.0.self_attn.q_proj.lora.first.a") == "first"
     assert adapter_of("model.layers.0.mlp.experts.lora.gate_proj.second.b") == "second"
+
+
+@pytest.mark.parametrize(("family", "experts"), [("glm4_moe", {"down_proj", "gate_proj", "up_proj"}),
+                                                 ("minimax_m2", {"w1", "w2", "w3"})])  # fmt: skip
+def test_an_adapter_names_what_it_updates_as_the_checkpoint_does(
+    family: str, experts: set[str], tmp_path: Path
+) -> None:
+    config = LoRAConfig(rank=3, targets=["q_proj", "experts"])
+    make_peft_folder(tmp_path / "adapter", config, "base", load_family(family).conversion)
+    written = json.loads((tmp_path / "adapter" / PEFT_CONFIG).read_text())
+    assert written["target_modules"] == sorted({"q_proj", *experts})

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import Glm4MoeConfig, LlamaConfig
+from transformers import Gemma3TextConfig, Glm4MoeConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as apply_in_part
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from prime_hpc.models.rotary import Rotary, rotate
+from prime_hpc.models.rotary import Rotary, layer_kinds, rotate
 
 BASE = {"rope_theta": 5e5, "original_max_position_embeddings": 4096}
 YARN = {"rope_type": "yarn", "factor": 16.0, **BASE}
@@ -34,6 +35,16 @@ def test_angles_equal_those_of_transformers(name):
     torch.testing.assert_close(cos[:5, 0], expected_cos[0, :5], rtol=0, atol=5e-4)
     torch.testing.assert_close(sin[:5, 0], expected_sin[0, :5], rtol=0, atol=5e-4)
     torch.testing.assert_close(Rotary.of(config).frequencies, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
+
+
+def test_kinds_of_layers_have_angles_of_their_own():
+    ropes = {"full_attention": PARAMETERS["linear"], "sliding_attention": PARAMETERS["default"]}
+    config = Gemma3TextConfig(num_hidden_layers=2, head_dim=128, rope_parameters=ropes, sliding_window_pattern=2)
+    assert layer_kinds(config) == ["sliding_attention", "full_attention"]
+    theirs = Gemma3RotaryEmbedding(config)
+    for kind in ropes:
+        frequencies = getattr(theirs, f"{kind}_inv_freq")
+        torch.testing.assert_close(Rotary.of(config, kind).frequencies, frequencies, rtol=1e-6, atol=0)
 
 
 def test_a_part_of_each_head_is_turned():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from prime_hpc.models import spec
+from prime_hpc.models.families import load_family
 
 BASE = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, head_dim=32)  # fmt: skip
@@ -14,6 +15,9 @@ MLA = dict(BASE, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=40, qk_rope
            **MOE)  # fmt: skip
 
 MODELS = {
+    "afmoe": dict(BASE, num_experts=4, num_shared_experts=2, num_dense_layers=1, attention_bias=True, **MOE),
+    "gemma3_text": BASE,
+    "gemma3_text, own head": dict(BASE, tie_word_embeddings=False),
     "llama": BASE,
     "llama, tied": dict(BASE, tie_word_embeddings=True),
     "llama, biases": dict(BASE, attention_bias=True),
@@ -24,6 +28,8 @@ MODELS = {
     "qwen2_moe": dict({k: v for k, v in BASE.items() if k != "head_dim"}, num_experts=4,
                       shared_expert_intermediate_size=40, **MOE),
     "mixtral": dict(BASE, num_local_experts=4, num_experts_per_tok=2),
+    "mistral": BASE,
+    "ministral": BASE,
     "minimax_m2": dict(BASE, num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": dict(BASE, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, use_qk_norm=True,
                      attention_bias=True, **MOE),
@@ -44,7 +50,7 @@ def test_param_count_is_that_of_the_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     written = json.loads(config.to_json_string(use_diff=False))
-    assert spec.param_count(written) == sum(p.numel() for p in model.parameters())
+    assert spec.param_count(written) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def test_active_params_leave_out_the_experts_that_are_not_chosen():
@@ -86,6 +92,42 @@ def test_flops_of_latent_attention_count_both_head_dimensions():
 
     # three single tokens have 3 pairs, one sequence of three has 6
     assert pairs_cost(MLA) == 3 * 3 * 2 * 4 * (32 + 20) * 3
+
+
+WINDOWS = {
+    "afmoe": ({"global_attn_every_n_layers": 2, "num_experts": 4, **MOE}, [1024, None, 1024]),
+    "gemma3_text": ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8]),
+    "mistral": ({}, [4096] * 3),
+    "mistral, none": ({"sliding_window": None}, [None] * 3),
+    "ministral": ({"sliding_window": 8}, [8] * 3),
+    "ministral, some": ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, [None, 4096, None]),
+    "qwen2": ({"sliding_window": 8, "max_window_layers": 1}, [None] * 3),
+    "qwen3": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, [None, 8, 8]),
+    "qwen3_moe": ({"use_sliding_window": True, "num_experts": 4, **MOE}, [4096] * 3),
+    "llama": ({"sliding_window": 8}, [None] * 3),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("defaults", [True, False], ids=["all keys", "no defaults"])
+def test_windows_are_those_of_the_layers(name, defaults):
+    from transformers import CONFIG_MAPPING
+
+    others, windows = WINDOWS[name]
+    model_type = name.split(",")[0]
+    config = CONFIG_MAPPING[model_type](**BASE, **others)
+    written = json.loads(config.to_json_string(use_diff=not defaults))
+    assert spec.layer_windows(written) == windows
+    assert spec.layer_windows({**BASE, **others, "model_type": model_type}) == windows
+    layers = load_family(model_type).build(config).model.layers
+    assert [block.self_attn.window for block in layers] == windows
+
+
+def test_flops_within_windows_by_hand():
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    sliding = dict(BASE, model_type="ministral", sliding_window=3, layer_types=types)
+    beyond = (1 + 2) + 0  # of 5 tokens the last two do not see one and two; of 3 tokens each sees all before it
+    assert spec.train_flops(BASE, [5, 3]) - spec.train_flops(sliding, [5, 3]) == 3 * 2 * 4 * (32 + 32) * 2 * beyond
 
 
 def test_tied_head_costs_as_much_as_its_own():

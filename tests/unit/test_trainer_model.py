@@ -29,6 +29,7 @@ from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.probe import sample_replies
 from prime_hpc.trainer.row import PackedRow
+from tests.models_support import save_model as save_native
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}  # fmt: skip
@@ -103,13 +104,13 @@ def test_scores_and_gradients_of_a_packed_row_equal_those_of_separate_documents(
         torch.testing.assert_close(tensor.grad.full_tensor(), expected[parameter], rtol=1e-5, atol=1e-5)
 
 
-def test_sliding_windows_run_on_transformers(tmp_path, world):
-    torch.manual_seed(1)
-    config = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    hf = Qwen3ForCausalLM(config).eval()
-    hf.save_pretrained(tmp_path)
-    policy, row = load_policy(tmp_path, world), make_row(SEQ_LENS, temperature=1.0)
-    assert (policy.impl, policy.backend) == ("hf", "sdpa")
+@pytest.mark.parametrize("impl", ["native", "hf"])
+@pytest.mark.parametrize("name", ["qwen3, windows", "mistral"])
+def test_tokens_see_what_their_windows_hold(name, impl, tmp_path, world):
+    """In layers of both kinds, and where no list of kinds names them."""
+    hf = save_native(name, tmp_path)
+    policy, row = load_policy(tmp_path, world, impl), make_row(SEQ_LENS, temperature=1.0)
+    assert (policy.impl, policy.backend) == (impl, "sdpa")
     torch.testing.assert_close(policy(row)[0], reference_scores(hf, row)[0], rtol=0, atol=1e-5)
 
 

@@ -10,12 +10,14 @@ from torch import Tensor
 @dataclass
 class Block:
     """Queries and keys among the tokens of two ranks. With `lengths` both are the same, documents of these lengths
-    that do not see each other; without, all queries see all keys."""
+    that do not see each other; without, they are of one document, and the keys all before the queries."""
 
     queries: slice
     keys: slice
     lengths: list[int] | None
     causal: bool
+    reach: int | None = None
+    """Keys before its own that a query sees, if the last query's own is the last key; all where there is none."""
     bounds: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """int32 begins of the documents of queries and keys and the end of the last, on the device."""
 
@@ -24,6 +26,12 @@ class Block:
 
     def key_lengths(self) -> list[int]:
         return self.lengths or [self.keys.stop - self.keys.start]
+
+    def sides(self) -> dict[str, int]:
+        """What a kernel is told of the reach."""
+        if self.reach is None:
+            return {}
+        return {"window_size_left": self.reach, "window_size_right": 0 if self.causal else -1}
 
     def place(self, device: torch.device) -> None:
         """Put the bounds on a device, once for all layers."""
@@ -48,7 +56,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scale:
     key, value = (_for_each_query_head(x, query) for x in (key, value))
     output, normaliser, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, *block.bounds, max(block.query_lengths()), max(block.key_lengths()), 0.0, block.causal,
-        False, scale=scale)  # fmt: skip
+        False, scale=scale, **block.sides())  # fmt: skip
     return output, normaliser.T
 
 
@@ -75,7 +83,8 @@ def attend_block_backward(
     key, value = (_for_each_query_head(x, query) for x in (key, value))
     grads = torch.ops.aten._flash_attention_backward(
         grad, query, key, value, output, normaliser.T.contiguous(), *block.bounds, max(block.query_lengths()),
-        max(block.key_lengths()), 0.0, block.causal, unused, unused, scale=scale)  # fmt: skip
+        max(block.key_lengths()), 0.0, block.causal, unused, unused, scale=scale,
+        **block.sides())  # fmt: skip
     return grads[0], *(g.unflatten(1, (heads, -1)).sum(2) for g in grads[1:])
 
 
@@ -90,7 +99,7 @@ def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
 def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     outputs, normalisers = [], []
     for q, k, v in _documents(block, (query,), (key, value)):
-        scores = _scores(q, k, block.causal, scale)
+        scores = _scores(q, k, block, scale)
         normaliser = scores.logsumexp(-1)
         weights = (scores - normaliser[..., None]).exp()
         outputs.append(torch.einsum("kgml,lkd->mkgd", weights, v.to(scores.dtype)).flatten(1, 2))
@@ -112,7 +121,7 @@ def _attend_plainly_backward(
     found = []
     heads = (key.shape[1], -1)
     for g, q, o, n, k, v in _documents(block, (grad, query, output, normaliser), (key, value)):
-        scores = _scores(q, k, block.causal, scale)
+        scores = _scores(q, k, block, scale)
         q, g, o = (x.to(scores.dtype).unflatten(1, heads) for x in (q, g, o))
         k, v = (x.to(scores.dtype) for x in (k, v))
         weights = (scores - n.T.unflatten(0, heads)[..., None]).exp()
@@ -130,10 +139,15 @@ def _documents(block: Block, of_queries: tuple[Tensor, ...], of_keys: tuple[Tens
     return zip(*cut, strict=True)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
     """[kv_heads, query heads of each, m, l], in float32 or better."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores = torch.einsum("mkgd,lkd->kgml", grouped, key.to(dtype)) * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, -torch.inf) if causal else scores
+    m, n = scores.shape[-2:]
+    everything = torch.ones(m, n, dtype=torch.bool, device=scores.device)
+    if block.causal:
+        scores = scores.masked_fill(everything.triu(1), -torch.inf)
+    if block.reach is not None:
+        scores = scores.masked_fill(everything.tril(n - m - block.reach - 1), -torch.inf)
+    return scores

@@ -22,10 +22,12 @@ from prime_hpc.trainer.parallel.blocks import Block, attend_block, attend_block_
 
 @dataclass(frozen=True)
 class Chunks:
-    """The zig-zag cut of a row of documents for `ranks` ranks; the row's length is a multiple of 2 * ranks."""
+    """The zig-zag cut of a row of documents for `ranks` ranks; the row's length is a multiple of 2 * ranks. With a
+    `window`, a token sees so many, itself the last."""
 
     seq_lens: list[int]
     ranks: int
+    window: int | None = None
 
     @property
     def size(self) -> int:
@@ -48,7 +50,8 @@ class Chunks:
                    for low in (chunk * self.size for chunk in self.of(rank))
                    for begin, end in self.documents() if begin < low + self.size and end > low]  # fmt: skip
         everything = slice(0, 2 * self.size)
-        return Block(everything, everything, lengths, causal=True)
+        return Block(everything, everything, lengths, causal=True,
+                     reach=None if self.window is None else self.window - 1)  # fmt: skip
 
     def blocks(self, rank: int, other: int) -> Iterator[Block]:
         """What the tokens of `rank` see of those of `other` in chunks before theirs."""
@@ -61,10 +64,15 @@ class Chunks:
         """The document that has the last token of one chunk and the first of another, which begin at these places."""
         last, first = (early + 1) * self.size - 1, late * self.size
         begin, end = next((b, e) for b, e in self.documents() if b <= last < e)
-        if end > first:
-            seen, seeing = min(last + 1 - begin, self.size), min(end - first, self.size)
+        seen, seeing, reach = min(last + 1 - begin, self.size), min(end - first, self.size), None
+        if self.window is not None:
+            # the last key is first - last tokens before the first query
+            far = self.window - (first - last)
+            seen, seeing = min(seen, far), min(seeing, far)
+            reach = far - seeing
+        if seeing > 0:
             keys = slice(key_place + self.size - seen, key_place + self.size)
-            yield Block(slice(query_place, query_place + seeing), keys, None, causal=False)
+            yield Block(slice(query_place, query_place + seeing), keys, None, causal=False, reach=reach)
 
 
 class RingAttention:
@@ -72,16 +80,23 @@ class RingAttention:
 
     def __init__(self, seq_lens: list[int], group: ProcessGroup, device: torch.device):
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        chunks = Chunks(seq_lens, self.ranks)
-        self.plan = [list(chunks.blocks(self.rank, (self.rank - turn) % self.ranks)) for turn in range(self.ranks)]
-        self.plan[0].insert(0, chunks.own_block(self.rank))
-        for blocks in self.plan:
-            for block in blocks:
-                block.place(device)
+        self._seq_lens, self._device = seq_lens, device
+        self._plans: dict[int | None, list[list[Block]]] = {}
 
     @torch.compiler.disable
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return _Ring.apply(query, key, value, scale, self)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+        if window not in self._plans:
+            self._plans[window] = self._plan(Chunks(self._seq_lens, self.ranks, window))
+        return _Ring.apply(query, key, value, scale, self, self._plans[window])
+
+    def _plan(self, chunks: Chunks) -> list[list[Block]]:
+        """What this rank computes with the keys and values of each turn."""
+        plan = [list(chunks.blocks(self.rank, (self.rank - turn) % self.ranks)) for turn in range(self.ranks)]
+        plan[0].insert(0, chunks.own_block(self.rank))
+        for blocks in plan:
+            for block in blocks:
+                block.place(self._device)
+        return plan
 
     def pass_on(self, x: Tensor) -> "Passing":
         """Send `x` to the next rank and begin to receive that of the one before."""
@@ -107,9 +122,11 @@ class Passing:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, ring: RingAttention) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, ring: RingAttention, plan: list[list[Block]]
+    ) -> Tensor:
         parts, output, normaliser = torch.stack([key, value]), None, None
-        for turn, blocks in enumerate(ring.plan):
+        for turn, blocks in enumerate(plan):
             passing = ring.pass_on(parts) if turn < ring.ranks - 1 else None
             for block in blocks:
                 found, weight = attend_block(query[block.queries], *parts[:, block.keys], block, scale)
@@ -120,17 +137,17 @@ class _Ring(torch.autograd.Function):
             parts = passing.wait() if passing else parts
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, normaliser)
-        ctx.scale, ctx.ring = scale, ring
+        ctx.scale, ctx.ring, ctx.plan = scale, ring, plan
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of keys and values travel with them, and one step further, home."""
         query, key, value, output, normaliser = ctx.saved_tensors
-        ring, parts, grad = ctx.ring, torch.stack([key, value]), grad.contiguous()
+        ring, plan, parts, grad = ctx.ring, ctx.plan, torch.stack([key, value]), grad.contiguous()
         grad_query = torch.zeros_like(query, dtype=normaliser.dtype)
         grad_parts = torch.zeros_like(parts, dtype=normaliser.dtype)
-        for turn, blocks in enumerate(ring.plan):
+        for turn, blocks in enumerate(plan):
             passing = ring.pass_on(parts) if turn < ring.ranks - 1 else None
             for block in blocks:
                 rows = block.queries
@@ -141,7 +158,7 @@ class _Ring(torch.autograd.Function):
                 grad_parts[1, block.keys] += found[2]
             grad_parts = ring.pass_on(grad_parts).wait()
             parts = passing.wait() if passing else parts
-        return grad_query.to(query.dtype), *grad_parts.to(key.dtype), None, None
+        return grad_query.to(query.dtype), *grad_parts.to(key.dtype), None, None, None
 
 
 def _join(output: Tensor, normaliser: Tensor, found: Tensor, weight: Tensor) -> None:

@@ -20,14 +20,14 @@ class UlyssesAttention:
         self._whole, self._group, self._ranks = whole, group, group.size()
 
     @torch.compiler.disable
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
         """As `Attend`, for the n / ranks tokens of this rank."""
         copies = self._ranks // gcd(key.shape[1], self._ranks)
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         parts = [x.unflatten(1, (self._ranks, -1)) for x in (query, key, value)]
         heads = [part.shape[2] for part in parts]
         together = self._exchange(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)
-        output = self._whole(*together.split(heads, dim=1), scale)
+        output = self._whole(*together.split(heads, dim=1), scale, window)
         return self._exchange(output.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, x: Tensor) -> Tensor:
