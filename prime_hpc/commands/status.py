@@ -86,7 +86,8 @@ def render(status: RunStatus) -> RenderableType:
     startup = [describe(status.startup_s)] if status.startup_s else []
     paused = [Text(f"paused, since {status.paused}", style="red")] if status.paused else []
     evaluated = [f"evaluated {line}" for line in status.evaluated]
-    return Group(_headline(status), *paused, *startup, *evaluated, "", table)
+    origin = [f"started from {status.started_from}"] if status.started_from else []
+    return Group(_headline(status), *paused, *origin, *startup, *evaluated, "", table)
 
 
 def _headline(status: RunStatus) -> str:

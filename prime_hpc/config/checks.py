@@ -47,8 +47,24 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "bench_inference": (*engines, _bench_inference),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [find_folder_problems, _scratch, _optimizer, _lora, _fp8, _ep_dispatch, *by_mode[config.mode], *slurm]
+    checks = [
+        find_folder_problems,
+        _start_from,
+        _scratch,
+        _optimizer,
+        _lora,
+        _fp8,
+        _ep_dispatch,
+        *by_mode[config.mode],
+        *slurm,
+    ]
     return [problem for check in checks for problem in check(config)]
+
+
+def _start_from(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.start_from.path is not None and config.mode not in ("rl", "sft", "replay"):
+        expected = f"null, since mode={config.mode} trains no weights; modes that do: rl, sft, replay"
+        yield ConfigProblem("start_from.path", config.start_from.path, expected)
 
 
 def _scratch(config: RunConfig) -> Iterator[ConfigProblem]:

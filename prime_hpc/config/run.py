@@ -23,6 +23,7 @@ from prime_hpc.config.sections import (
     MonitorConfig,
     Positive,
     RunSection,
+    StartConfig,
     UpdateConfig,
 )
 from prime_hpc.config.trainer import TrainerConfig
@@ -49,6 +50,8 @@ class RunConfig:
     """Longest sequence, prompt and replies together, in tokens."""
     resume: str | None = None
     """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
+    start_from: StartConfig = field(default_factory=StartConfig)
+    """Another run's checkpoint that a new run begins from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)

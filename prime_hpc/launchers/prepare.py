@@ -20,6 +20,7 @@ from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.launchers import origin
 from prime_hpc.observe.resumption import find_ended_fleet
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import Fork, RunPlan, read_forks
@@ -54,8 +55,8 @@ class RunStart:
         """Name the run, find its attempt and resume point, and make its plan. Writes and deletes nothing.
 
         Raises:
-            ConfigurationError: the name is taken, there is nothing to resume, a key that must not change did, or the
-                fleet to attach to has ended.
+            ConfigurationError: the name is taken, there is nothing to resume, a key that must not change did, the
+                checkpoint to start from does not fit, or the fleet to attach to has ended.
         """
         name = config.run.name or _new_name(experiment or config.mode)
         run_dir = Path(config.run.output_dir).absolute() / name
@@ -64,7 +65,8 @@ class RunStart:
         if attempts and not config.resume:
             raise ConfigurationError([_taken(name, RunPaths(run_dir))])
         _check_fleet(config)
-        attempt = Attempt(number=attempts + 1)
+        config = origin.settle(config, RunPaths(run_dir), attempts)
+        attempt = Attempt(number=attempts + 1, forks=_first_forks(config))
         if config.resume and (attempts or config.resume != "auto"):
             attempt = _resume(config, RunPaths(run_dir), attempt)
         config = replace(config, run=replace(config.run, name=name))
@@ -119,6 +121,11 @@ def _resume(config: RunConfig, paths: RunPaths, attempt: Attempt) -> Attempt:
     manifest = verify(checkpoint)
     _refuse_changes(manifest, config)
     return replace(attempt, checkpoint=checkpoint, forks=_forks(paths, manifest.step), rewind=not newest)
+
+
+def _first_forks(config: RunConfig) -> list[Fork]:
+    """A run that begins from another one's weights is on lineage 1: engines start with v0.0, which is `model.path`."""
+    return [Fork(lineage=1, step=0)] if config.start_from.path else []
 
 
 def _forks(paths: RunPaths, step: int) -> list[Fork]:

@@ -40,7 +40,8 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
-    `paused` says why it pauses, or did when it was stopped; `evaluated` has a line for each source, the last time.
+    `started_from` is the checkpoint of another run that it began from; `paused` says why it pauses, or did when it was
+    stopped; `evaluated` has a line for each source, the last time.
 
     `phase` is not started, queued, starting, running or serving, or one of `ENDED`; `why` says who or what ended a run
     before its last step. A fleet makes no steps. `startup_s` has the milestones up to the attempt's first step, in
@@ -51,6 +52,7 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     attempt: int
     phase: str
     why: str
+    started_from: str
     paused: str
     step: int | None
     max_steps: int | None
@@ -72,6 +74,7 @@ def take_status(facts: RunFacts) -> RunStatus:
         attempt=facts.attempt,
         phase=phase,
         why=_why(facts, phase, step),
+        started_from=_origin(facts),
         paused=next((record.paused for record in facts.records.values() if record.paused), ""),
         step=None if facts.serves else step,
         max_steps=None if facts.serves else facts.max_steps,
@@ -83,6 +86,11 @@ def take_status(facts: RunFacts) -> RunStatus:
         evaluated=describe_evaluation(newest_evaluation(facts.metrics)),
         processes=[_process(name, facts, ended=phase in ENDED) for name in facts.processes],
     )
+
+
+def _origin(facts: RunFacts) -> str:
+    start = facts.plan.typed_config().start_from
+    return start.words if start.path else ""
 
 
 def _phase(facts: RunFacts) -> str:

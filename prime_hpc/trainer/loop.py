@@ -146,14 +146,17 @@ def _count_tokens(policy: PolicyModel, parts: list[Tenancy], world: distributed.
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
-    """Load the plan's checkpoint or the base model, which a checkpoint of adapters leaves out; returns the step that
-    the weights come from."""
-    if policy.lora or not role.plan.checkpoint:
+    """Load the plan's checkpoint, that of another run, or the base model, which a checkpoint of adapters leaves out;
+    returns the step that the weights come from."""
+    start = role.config.start_from
+    if policy.lora or not (role.plan.checkpoint or start.path):
         load_weights(policy, Path(role.config.model.path))
     if policy.lora:
         initialise(policy.lora, role.config.seed)
     if role.plan.checkpoint:
         return checkpointer.load(Path(role.plan.checkpoint))
+    if start.path:
+        checkpointer.take_over(Path(start.path), optimizer=start.optimizer)
     return 0
 
 
