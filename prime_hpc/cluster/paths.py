@@ -91,6 +91,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def profile(self) -> Path:
+        """Profiles of the trainer's steps."""
+        return self.root / "profile"
+
+    @property
     def bench_table(self) -> Path:
         """What a bench of engines shows at its end."""
         return self.root / "bench.txt"

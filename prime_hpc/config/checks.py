@@ -17,7 +17,7 @@ from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
 from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sft_rows import read_messages
-from prime_hpc.config.sizes import rows_at_once
+from prime_hpc.config.sizes import components_of, rows_at_once, trainer_ranks
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.config.vllm_arguments import find_unknown_arguments
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
@@ -55,6 +55,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         _lora,
         _fp8,
         _ep_dispatch,
+        _profile,
         *by_mode[config.mode],
         *slurm,
     ]
@@ -309,6 +310,19 @@ def _ep_dispatch(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, "deepep", f"all_to_all, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
     if parallel.ep == 1:
         yield ConfigProblem(key, "deepep", "all_to_all, as trainer.parallel.ep=1 divides no experts, or a larger ep")
+
+
+def _profile(config: RunConfig) -> Iterator[ConfigProblem]:
+    profile, ranks = config.trainer.profile, trainer_ranks(config)
+    if not profile.steps:
+        return
+    if "trainer" not in components_of(config):
+        yield ConfigProblem("trainer.profile.steps", profile.steps, f"0, since mode={config.mode} has no trainer")
+        return
+    if profile.start > config.max_steps:
+        yield ConfigProblem("trainer.profile.start", profile.start, f"at most max_steps = {config.max_steps}")
+    if profile.ranks is not None and not all(rank < ranks for rank in profile.ranks):
+        yield ConfigProblem("trainer.profile.ranks", profile.ranks, f"null for all, or some of 0 to {ranks - 1}")
 
 
 def _bench(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -33,8 +33,7 @@ WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indi
 RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "checkpoint",
              "env.eval", "env.workers", "env.rollouts_per_worker", "env.error_budget", "inference", "update",
              "trainer.ranks", "trainer.threads", "trainer.parallel", "trainer.share_gpu", "trainer.env",
-             "orchestrator.max_inflight",
-             "orchestrator.progress_every_s")  # fmt: skip
+             "trainer.profile", "orchestrator.max_inflight", "orchestrator.progress_every_s")  # fmt: skip
 """Keys (and everything below them) that may change when a run is resumed."""
 
 
