@@ -100,8 +100,3 @@ def test_a_run_of_its_own_begins_from_the_newest_checkpoint_of_another(tmp_path:
     facts = read_run(second.root)
     assert facts.plan.config["start_from"] == {"path": checkpoint, "optimizer": True}
     assert take_status(facts).started_from == checkpoint
-
-    code, text = ForkedRun(tmp_path, tiny_model, "second", "max_steps=3", start, "resume=latest", "optimizer.lr=0.002",
-                           "orchestrator.batch_size=8", SKILL).wait()  # fmt: skip
-    assert code == 0, text
-    assert second.reported == [1, 2, 3]
