@@ -45,6 +45,11 @@ class RunPaths:
         return self.rendezvous / "startup.json"
 
     @property
+    def guard(self) -> Path:
+        """Metrics that are past their limits."""
+        return self.rendezvous / "guard.json"
+
+    @property
     def exits(self) -> Path:
         return self.rendezvous / "exits"
 

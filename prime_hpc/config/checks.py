@@ -51,6 +51,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         find_folder_problems,
         _start_from,
         _scratch,
+        _guard,
         _optimizer,
         _lora,
         _fp8,
@@ -66,6 +67,19 @@ def _start_from(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.start_from.path is not None and config.mode not in ("rl", "sft", "replay"):
         expected = f"null, since mode={config.mode} trains no weights; modes that do: rl, sft, replay"
         yield ConfigProblem("start_from.path", config.start_from.path, expected)
+
+
+def _guard(config: RunConfig) -> Iterator[ConfigProblem]:
+    for metric, limit in config.guard.items():
+        if limit is None:
+            continue
+        possible = {"rl": ("warn", "pause", "stop"), "sample": ("warn", "pause", "stop"), "sft": ("warn", "stop")}
+        actions = possible.get(config.mode, ("warn",))
+        if limit.action not in actions:
+            expected = f"{' or '.join(actions)}, which is all that mode={config.mode} can do"
+            yield ConfigProblem(f"guard.{metric}.action", limit.action, expected)
+        if limit.above is not None and limit.below is not None and limit.below >= limit.above:
+            yield ConfigProblem(f"guard.{metric}.below", limit.below, f"less than above = {limit.above:g}")
 
 
 def _scratch(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -30,7 +30,7 @@ from prime_hpc.transport.weights import published_versions
 WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon "
          "larch lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed sierra slate "
          "tundra umber willow zephyr").split()  # fmt: skip
-RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "checkpoint",
+RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "guard", "checkpoint",
              "env.eval", "env.workers", "env.rollouts_per_worker", "env.error_budget", "inference", "update",
              "trainer.ranks", "trainer.threads", "trainer.parallel", "trainer.share_gpu", "trainer.env",
              "trainer.profile", "orchestrator.max_inflight", "orchestrator.progress_every_s")  # fmt: skip
