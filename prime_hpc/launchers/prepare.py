@@ -18,7 +18,7 @@ from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.cluster.striping import spread
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.schema import to_dict
+from prime_hpc.config.schema import parse, to_dict
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.launchers import origin
 from prime_hpc.observe.resumption import find_ended_fleet
@@ -138,7 +138,8 @@ def _forks(paths: RunPaths, step: int) -> list[Fork]:
 
 
 def _refuse_changes(manifest: CheckpointManifest, config: RunConfig) -> None:
-    before, now = _flat(manifest.config), _flat(to_dict(config))
+    """Keys that the version which wrote the checkpoint did not know yet had their defaults."""
+    before, now = _flat(to_dict(parse(manifest.config))), _flat(to_dict(config))
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and not _may_change(k)]
     if changed:
         raise ConfigurationError([ConfigProblem(k, now.get(k),

@@ -63,6 +63,19 @@ def test_a_run_stands_for_its_newest_checkpoint_and_later_attempts_keep_that(tmp
         resolve(make_config(tmp_path, model, f"start_from.path={there}", "resume=latest"))
 
 
+def test_a_key_that_the_checkpoint_does_not_know_had_its_default(tmp_path: Path, model: Path) -> None:
+    config = make_config(tmp_path, model, "run.name=old")
+    resolve(config).write()
+    there = save(tmp_path / "old", 2, config)
+    manifest = json.loads((there / "manifest.json").read_text())
+    del manifest["config"]["start_from"], manifest["config"]["optimizer"]["embedding_lr"]
+    (there / "manifest.json").write_text(json.dumps(manifest))
+    again = [f"model.path={model}", "run.name=old", "resume=latest"]
+    assert resolve(make_config(tmp_path, model, *again)).plan.checkpoint == str(there)
+    with pytest.raises(ConfigurationError, match="optimizer.embedding_lr = 0.1: expected None as in the checkpoint"):
+        resolve(make_config(tmp_path, model, *again, "optimizer.name=adamw", "optimizer.embedding_lr=0.1"))
+
+
 def test_what_is_no_checkpoint_is_named_with_what_is(tmp_path: Path, model: Path) -> None:
     save(tmp_path / "old", 2, make_config(tmp_path, model))
     missing = tmp_path / "old" / "checkpoints" / "step_3"
