@@ -41,11 +41,13 @@ class Guard:
         self._seen: set[str] = set()
         self._rows = 0
         self._written: list[str] = []
+        role.paths.guard.unlink(missing_ok=True)  # of a start before, whose counts are gone
 
     def take(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """The metrics of a row of `step`, in which null stands for a value that is not finite."""
         for metric, limit in self._limits.items():
             if metric in metrics:
+                self._standing.pop(_stranger(metric), None)
                 self._judge(step, metric, metrics[metric], limit)
         self._look_for_strangers(metrics)
         if self._written != (warnings := list(self._standing.values())):
@@ -87,7 +89,7 @@ class Guard:
             if not metric.startswith(LATER):
                 nearest = nearest_name(metric, sorted(self._seen))
                 hint = f"; did you mean {nearest!r}?" if nearest else ""
-                self._standing[f"guard.{metric}"] = words = f"no row has had the metric {metric!r} yet{hint}"
+                self._standing[_stranger(metric)] = words = f"no row has had the metric {metric!r} yet{hint}"
                 self._role.log.warning("guard: %s", words)
 
 
@@ -111,6 +113,11 @@ def describe_pause(paths: RunPaths) -> str:
     if not live.paused:
         return ""
     return f"{live.why or '`tune` asked'}; to go on: python -m prime_hpc.commands.tune {paths.root} paused=false"
+
+
+def _stranger(metric: str) -> str:
+    """What a warning of a metric that does not come is kept under."""
+    return f"guard.{metric}"
 
 
 def _how_past(value: float | None, limit: Limit) -> str | None:

@@ -106,10 +106,22 @@ def test_a_stop_asks_for_a_drain(role) -> None:
 
 def test_metrics_that_do_not_come_are_told_with_the_nearest(role, caplog) -> None:
     unknown = {"mismatch/absmean": {"above": 1}, "eval/words/reward": {"below": 0.1}, "entropy": {"below": 0}}
-    monitor = Monitor(role(**unknown))
+    run = role(**unknown)
+    monitor = Monitor(run)
     for step in range(1, 8):
         monitor.log(step, {"mismatch/abs_mean": 0.0, "entropy": 1.0})
     assert said(caplog) == ["no row has had the metric 'mismatch/absmean' yet; did you mean 'mismatch/abs_mean'?"]
+    assert read_warnings(run.paths) == said(caplog)
+    monitor.log(8, {"mismatch/absmean": 0.5})
+    assert read_warnings(run.paths) == [], "it came after all"
+
+
+def test_a_process_that_starts_again_counts_anew(role) -> None:
+    run = role(loss={"above": 5})
+    log(Monitor(run), "loss", 9)
+    assert read_warnings(run.paths) == ["loss = 9 at step 1, above 5"]
+    Monitor(run)
+    assert read_warnings(run.paths) == []
 
 
 def test_what_a_mode_cannot_do_and_what_is_no_limit_is_refused() -> None:
