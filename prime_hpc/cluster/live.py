@@ -10,9 +10,11 @@ from prime_hpc.errors import CorruptData
 
 
 class Live(msgspec.Struct, kw_only=True, frozen=True):
-    """`paused` opens no new group; `values` by key go before those of the configuration."""
+    """`paused` opens no new group, `why` where it was not a person; `values` by key go before those of the
+    configuration."""
 
     paused: bool = False
+    why: str = ""
     values: dict[str, Any] = {}
 
 

@@ -54,6 +54,11 @@ class RunPaths:
         return self.rendezvous / "startup.json"
 
     @property
+    def guard(self) -> Path:
+        """Metrics that are past their limits."""
+        return self.rendezvous / "guard.json"
+
+    @property
     def exits(self) -> Path:
         return self.rendezvous / "exits"
 
@@ -98,6 +103,11 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Profiles of the trainer's steps."""
+        return self.root / "profile"
 
     @property
     def bench_table(self) -> Path:

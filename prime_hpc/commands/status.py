@@ -86,7 +86,9 @@ def render(status: RunStatus) -> RenderableType:
     startup = [describe(status.startup_s)] if status.startup_s else []
     paused = [Text(f"paused, since {status.paused}", style="red")] if status.paused else []
     evaluated = [f"evaluated {line}" for line in status.evaluated]
-    return Group(_headline(status), *paused, *startup, *evaluated, "", table)
+    warnings = [Text(f"warning: {warning}", style="yellow") for warning in status.warnings]
+    origin = [f"started from {status.started_from}"] if status.started_from else []
+    return Group(_headline(status), *paused, *warnings, *origin, *startup, *evaluated, "", table)
 
 
 def _headline(status: RunStatus) -> str:

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     def tune() -> int:
         config = read_run(args.run).plan.typed_config()
         live = tuned(args.run, dict(args.changes))
-        print(f"paused = {str(live.paused).lower()}")
+        print(f"paused = {str(live.paused).lower()}{f' since {live.why}' if live.why else ''}")
         for key, value in in_force(changed(config, live.values)).items():
             print(f"{key} = {value!r}")
         return 0
@@ -52,7 +52,7 @@ def tuned(run: Path, changes: dict[str, Any]) -> Live:
     paused = changes.pop("paused", before.paused)
     if not isinstance(paused, bool):
         raise ConfigurationError([ConfigProblem("paused", paused, "true or false")])
-    live = Live(paused=paused, values=before.values | changes)
+    live = Live(paused=paused, why=before.why if paused else "", values=before.values | changes)
     changed(load(paths.plan).typed_config(), live.values)
     write_live(paths.live, live)
     return live

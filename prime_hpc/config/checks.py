@@ -19,7 +19,7 @@ from prime_hpc.config.renderer import find_renderer_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sampling_checks import find_sampling_problems, reshapes
 from prime_hpc.config.sft_rows import read_messages
-from prime_hpc.config.sizes import rows_at_once
+from prime_hpc.config.sizes import components_of, rows_at_once, trainer_ranks
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.config.vllm_arguments import find_unknown_arguments
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
@@ -50,8 +50,39 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
         "bench_inference": (*engines, _bench_inference),
     }
     slurm = (find_slurm_conflicts,) if config.launcher.on_slurm else ()
-    checks = [find_folder_problems, _scratch, _optimizer, _lora, _fp8, _ep_dispatch, *by_mode[config.mode], *slurm]
+    checks = [
+        find_folder_problems,
+        _start_from,
+        _scratch,
+        _guard,
+        _optimizer,
+        _lora,
+        _fp8,
+        _ep_dispatch,
+        _profile,
+        *by_mode[config.mode],
+        *slurm,
+    ]
     return [problem for check in checks for problem in check(config)]
+
+
+def _start_from(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.start_from.path is not None and config.mode not in ("rl", "sft", "replay"):
+        expected = f"null, since mode={config.mode} trains no weights; modes that do: rl, sft, replay"
+        yield ConfigProblem("start_from.path", config.start_from.path, expected)
+
+
+def _guard(config: RunConfig) -> Iterator[ConfigProblem]:
+    for metric, limit in config.guard.items():
+        if limit is None:
+            continue
+        possible = {"rl": ("warn", "pause", "stop"), "sample": ("warn", "pause", "stop"), "sft": ("warn", "stop")}
+        actions = possible.get(config.mode, ("warn",))
+        if limit.action not in actions:
+            expected = f"{' or '.join(actions)}, which is all that mode={config.mode} can do"
+            yield ConfigProblem(f"guard.{metric}.action", limit.action, expected)
+        if limit.above is not None and limit.below is not None and limit.below >= limit.above:
+            yield ConfigProblem(f"guard.{metric}.below", limit.below, f"less than above = {limit.above:g}")
 
 
 def _scratch(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -296,6 +327,19 @@ def _ep_dispatch(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, "deepep", f"all_to_all, or trainer.dtype=bfloat16 in place of {config.trainer.dtype}")
     if parallel.ep == 1:
         yield ConfigProblem(key, "deepep", "all_to_all, as trainer.parallel.ep=1 divides no experts, or a larger ep")
+
+
+def _profile(config: RunConfig) -> Iterator[ConfigProblem]:
+    profile, ranks = config.trainer.profile, trainer_ranks(config)
+    if not profile.steps:
+        return
+    if "trainer" not in components_of(config):
+        yield ConfigProblem("trainer.profile.steps", profile.steps, f"0, since mode={config.mode} has no trainer")
+        return
+    if profile.start > config.max_steps:
+        yield ConfigProblem("trainer.profile.start", profile.start, f"at most max_steps = {config.max_steps}")
+    if profile.ranks is not None and not all(rank < ranks for rank in profile.ranks):
+        yield ConfigProblem("trainer.profile.ranks", profile.ranks, f"null for all, or some of 0 to {ranks - 1}")
 
 
 def _bench(config: RunConfig) -> Iterator[ConfigProblem]:

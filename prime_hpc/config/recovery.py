@@ -50,10 +50,11 @@ class RecoveryConfig:
 
 @dataclass(kw_only=True)
 class PauseConfig:
-    """A source of tasks that is past `env.error_budget` pauses, and is tried again now and then."""
+    """A source of tasks that is past `env.error_budget` pauses, and is tried again now and then; the guard pauses a
+    run."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
     max_s: Seconds = 600.0
     """A run in which a source has paused for so long saves and leaves; after a minute where none of its episodes has
-    ever ended well."""
+    ever ended well. So does one that the guard has paused for so long."""

@@ -9,6 +9,7 @@ from prime_hpc.config.algorithm import GRPO, AlgorithmConfig
 from prime_hpc.config.cluster import ClusterConfig
 from prime_hpc.config.env import EnvConfig
 from prime_hpc.config.frozen import FrozenModel
+from prime_hpc.config.guard import Limit
 from prime_hpc.config.inference import InferenceConfig
 from prime_hpc.config.lora import LoRAConfig
 from prime_hpc.config.loss import DPPOLoss, LossConfig
@@ -23,6 +24,7 @@ from prime_hpc.config.sections import (
     MonitorConfig,
     Positive,
     RunSection,
+    StartConfig,
     UpdateConfig,
 )
 from prime_hpc.config.trainer import TrainerConfig
@@ -49,6 +51,8 @@ class RunConfig:
     """Longest sequence, prompt and replies together, in tokens."""
     resume: str | None = None
     """`latest`, a step, or the path of a checkpoint to go on from; `auto`: `latest`, or anew where there is none."""
+    start_from: StartConfig = field(default_factory=StartConfig)
+    """Another run's checkpoint that a new run begins from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -75,6 +79,8 @@ class RunConfig:
     """Checkpoints."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Metrics."""
+    guard: dict[str, Limit | None] = field(default_factory=dict)
+    """Limits on metrics by name, beside the usual ones, of which null removes one."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Machines."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)

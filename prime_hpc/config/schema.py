@@ -83,13 +83,19 @@ def _descend(path: tuple[str | int, ...]) -> tuple[list[str | int], list[type]]:
     """The keys of a location, without the names of variants that pydantic puts between them, and where it leads."""
     keys: list[str | int] = []
     sections: list[type] = [RunConfig]
+    named = False
     for part in path:
+        if named:  # a name of the user's, below which the section begins
+            keys.append(part)
+            named = False
+            continue
         if len(sections) > 1 and (chosen := [s for s in sections if variant_name(s) == part]):
             sections = chosen
             continue
         keys.append(part)
         if not isinstance(part, int):
             hints = [typing.get_type_hints(section).get(part) for section in sections]
+            named = any(typing.get_origin(hint) is dict for hint in hints)
             sections = list(dict.fromkeys(inner for hint in hints for inner in sections_in(hint)))
     return keys, sections
 

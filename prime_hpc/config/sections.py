@@ -74,6 +74,24 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class StartConfig:
+    """Where a new run begins, if not from `model.path`."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    path: UserPath | None = None
+    """A checkpoint of another run, or that run, whose newest checkpoint it is then: weights (of a run with adapters,
+    these) and optimiser states come from there. Steps, schedule, journal and data begin anew."""
+    optimizer: bool = True
+    """Take the optimiser states too; false begins without."""
+
+    @property
+    def words(self) -> str:
+        """`PATH without its optimiser states`, where the path is given."""
+        return f"{self.path}{'' if self.optimizer else ' without its optimiser states'}"
+
+
+@dataclass(kw_only=True)
 class CheckpointConfig:
     """When checkpoints are written and which are kept. A checkpoint is complete or absent."""
 

@@ -92,6 +92,22 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
+class ProfileConfig:
+    """Profiles of a few steps, written to `profile/` in the run directory."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    steps: NonNegative = 0
+    """Steps in a row that are profiled; 0 profiles none."""
+    start: Positive = 3
+    """The first of them; steps 1 and 2 allocate and compile what later ones find ready."""
+    ranks: list[NonNegative] | None = field(default_factory=lambda: [0])
+    """Ranks that write a profile; null for all."""
+    memory: bool = False
+    """Record allocations too: in the trace, and on a GPU as a snapshot of its memory with the stack of each."""
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The trainer ranks."""
 
@@ -149,6 +165,8 @@ class TrainerConfig:
     """Deadline of the wait for a batch."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of a collective among ranks."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Profiles of a few steps."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     """mode=sft."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)

@@ -63,8 +63,8 @@ def bind(host: str) -> socket.socket:
 
 
 def initial_version(role: Role) -> PolicyVersion:
-    """The version of `model.path` on the newest lineage."""
-    forks = role.plan.forks
+    """The version of `model.path`, on the newest lineage; on one before all where the run began from other weights."""
+    forks = [] if role.config.start_from.path else role.plan.forks
     return PolicyVersion(lineage=forks[-1].lineage if forks else 0, step=0)
 
 

@@ -18,8 +18,9 @@ from prime_hpc.cluster.stopping import StoppingMarks
 from prime_hpc.cluster.striping import spread
 from prime_hpc.config.compose import Layer, annotated_yaml
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.schema import to_dict
+from prime_hpc.config.schema import parse, to_dict
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.launchers import origin
 from prime_hpc.observe.resumption import find_ended_fleet
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import Fork, RunPlan, read_forks
@@ -29,11 +30,10 @@ from prime_hpc.transport.weights import published_versions
 WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indigo iris jade juniper kestrel lagoon "
          "larch lotus maple marlin mesa moss nova ochre onyx opal otter pearl pine quartz raven reed sierra slate "
          "tundra umber willow zephyr").split()  # fmt: skip
-RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "checkpoint",
+RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "guard", "checkpoint",
              "env.eval", "env.workers", "env.rollouts_per_worker", "env.error_budget", "inference", "update",
              "trainer.ranks", "trainer.threads", "trainer.parallel", "trainer.share_gpu", "trainer.env",
-             "orchestrator.max_inflight",
-             "orchestrator.progress_every_s")  # fmt: skip
+             "trainer.profile", "orchestrator.max_inflight", "orchestrator.progress_every_s")  # fmt: skip
 """Keys (and everything below them) that may change when a run is resumed."""
 
 
@@ -54,8 +54,8 @@ class RunStart:
         """Name the run, find its attempt and resume point, and make its plan. Writes and deletes nothing.
 
         Raises:
-            ConfigurationError: the name is taken, there is nothing to resume, a key that must not change did, or the
-                fleet to attach to has ended.
+            ConfigurationError: the name is taken, there is nothing to resume, a key that must not change did, the
+                checkpoint to start from does not fit, or the fleet to attach to has ended.
         """
         name = config.run.name or _new_name(experiment or config.mode)
         run_dir = Path(config.run.output_dir).absolute() / name
@@ -64,7 +64,8 @@ class RunStart:
         if attempts and not config.resume:
             raise ConfigurationError([_taken(name, RunPaths(run_dir))])
         _check_fleet(config)
-        attempt = Attempt(number=attempts + 1)
+        config = origin.settle(config, RunPaths(run_dir), attempts)
+        attempt = Attempt(number=attempts + 1, forks=_first_forks(config))
         if config.resume and (attempts or config.resume != "auto"):
             attempt = _resume(config, RunPaths(run_dir), attempt)
         config = replace(config, run=replace(config.run, name=name))
@@ -121,6 +122,11 @@ def _resume(config: RunConfig, paths: RunPaths, attempt: Attempt) -> Attempt:
     return replace(attempt, checkpoint=checkpoint, forks=_forks(paths, manifest.step), rewind=not newest)
 
 
+def _first_forks(config: RunConfig) -> list[Fork]:
+    """A run that begins from another one's weights is on lineage 1: engines start with v0.0, which is `model.path`."""
+    return [Fork(lineage=1, step=0)] if config.start_from.path else []
+
+
 def _forks(paths: RunPaths, step: int) -> list[Fork]:
     """The history of lineages: a run that published versions past `step` goes on from there under a new one."""
     forks = read_forks(paths.forks)
@@ -132,7 +138,8 @@ def _forks(paths: RunPaths, step: int) -> list[Fork]:
 
 
 def _refuse_changes(manifest: CheckpointManifest, config: RunConfig) -> None:
-    before, now = _flat(manifest.config), _flat(to_dict(config))
+    """Keys that the version which wrote the checkpoint did not know yet had their defaults."""
+    before, now = _flat(to_dict(parse(manifest.config))), _flat(to_dict(config))
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and not _may_change(k)]
     if changed:
         raise ConfigurationError([ConfigProblem(k, now.get(k),

@@ -6,6 +6,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.launchers.supervisor import Ending
 from prime_hpc.launchers.view import View
 from prime_hpc.observe.evaluation import describe_evaluation
+from prime_hpc.observe.guard import NAME as GUARD
 from prime_hpc.observe.resumption import how_to_resume
 
 EXIT_INTERRUPTED = 130
@@ -23,7 +24,7 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
             return 0
         case "drained":
             view.say(f"drained: saved and left, since {ending.words}; {how_to_resume(paths)}")
-            return 0
+            return 1 if ending.words.startswith(GUARD) else 0
         case "stopped":
             view.say(f"stopped: {ending.words}; {how_to_resume(paths)}")
             return EXIT_INTERRUPTED

@@ -34,13 +34,15 @@ def open_view(plan: RunPlan, live: bool) -> Iterator[View]:
 
 
 class PlainView:
-    """One line for every change of a state, every reason for a pause, every new step and every evaluation."""
+    """One line for every change of a state, every reason for a pause, every warning, every new step and every
+    evaluation."""
 
     def __init__(self, console: Console):
         self._console = console
         self._states: dict[str, str] = {}
         self._reached: tuple[Any, Any] = (None, None)
         self._paused = ""
+        self._warned: set[str] = set()
 
     def show(self, snapshot: Snapshot) -> None:
         for name, state in snapshot.states.items():
@@ -50,6 +52,10 @@ class PlainView:
         if snapshot.paused not in ("", self._paused):
             self.say(f"paused, since {snapshot.paused}")
         self._paused = snapshot.paused
+        subjects = {warning.partition(" = ")[0]: warning for warning in snapshot.warnings}
+        for warning in (subjects[subject] for subject in subjects if subject not in self._warned):
+            self.say(f"warning: {warning}")
+        self._warned = set(subjects)
         reached = snapshot.progress.get("step"), snapshot.progress.get("evaluated")
         if reached != self._reached and reached != (None, None):
             self.say(progress_line(snapshot))
@@ -72,7 +78,8 @@ class LiveView:
         for name, state in snapshot.states.items():
             table.add_row(name, f"[red]{state}" if state == "failed" else state)
         paused = [Text(f"paused, since {snapshot.paused}", style="red")] if snapshot.paused else []
-        self._screen.update(Group(table, "", progress_line(snapshot), *paused))
+        warnings = [Text(f"warning: {warning}", style="yellow") for warning in snapshot.warnings]
+        self._screen.update(Group(table, "", progress_line(snapshot), *paused, *warnings))
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

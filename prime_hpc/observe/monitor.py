@@ -11,13 +11,14 @@ from typing import Any
 from prime_hpc.cluster.files import append
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import ConfigProblem, ConfigurationError
+from prime_hpc.observe.guard import Guard
 from prime_hpc.transport.checkpoints import read_manifest
 
 Row = dict[str, Any]
 
 
 class Monitor:
-    """The one writer of a run's metrics. Names are in docs/metrics.md.
+    """The one writer of a run's metrics, which the guard watches here. Names are in docs/metrics.md.
 
     The first monitor of a later attempt writes a mark with the step it goes on from: rows past that step, by an
     earlier attempt, are superseded.
@@ -33,12 +34,15 @@ class Monitor:
         attempt = role.plan.attempt
         if rows and max(row.get("attempt", 1) for row in rows) < attempt:
             self._write({"attempt": attempt, "resumed_from": _start_step(role), "time": time.time()})
+        self._guard = Guard(role)
         self._wandb = _start_wandb(role) if role.config.monitor.wandb != "off" else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Add a row. A value that is not finite becomes null; the first one of a name is warned about."""
-        row = {"step": step, "time": time.time(), **{name: self._finite(name, v) for name, v in metrics.items()}}
+        finite = {name: self._finite(name, value) for name, value in metrics.items()}
+        row = {"step": step, "time": time.time(), **finite}
         self._write(row)
+        self._guard.take(step, finite)
         if self._wandb:
             self._wandb.log({name: value for name, value in row.items() if value is not None and name != "time"})
 

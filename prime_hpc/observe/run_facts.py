@@ -8,11 +8,13 @@ from typing import Any
 
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.lease import FILE as LEASE
+from prime_hpc.cluster.live import Live
 from prime_hpc.cluster.memory import HostMemory, host_memory
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.role import COMPLETE_MARK
 from prime_hpc.errors import CommandLineError, ConfigProblem, nearest_name
 from prime_hpc.observe.events import BEATS, Beat, Event, Lease, Record, read_each, read_events, read_struct
+from prime_hpc.observe.guard import read_changes, read_warnings
 from prime_hpc.observe.logs import LogFile, find_logs
 from prime_hpc.observe.monitor import read_metrics
 from prime_hpc.plan import run_plan
@@ -76,6 +78,16 @@ class RunFacts:
     def ending(self) -> Event | None:
         """The event that ended the attempt."""
         return next((event for event in self.events if event.ends_attempt), None)
+
+    @cached_property
+    def changes(self) -> Live:
+        """What was changed while the run worked."""
+        return read_changes(self.paths)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """Metrics that are past their limits."""
+        return read_warnings(self.paths) if self.newest else []
 
     @cached_property
     def metrics(self) -> dict[int, dict[str, Any]]:

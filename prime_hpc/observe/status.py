@@ -7,6 +7,7 @@ import msgspec
 from prime_hpc.cluster.files import read_json
 from prime_hpc.observe.doctor import diagnose
 from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
+from prime_hpc.observe.guard import describe_pause
 from prime_hpc.observe.run_facts import RunFacts
 
 ENDED = ("complete", "stopped", "failed")
@@ -40,7 +41,8 @@ class ProcessStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A run at one moment. Throughputs are tokens a second over the last step; None where nothing was measured yet.
-    `paused` says why it pauses, or did when it was stopped; `evaluated` has a line for each source, the last time.
+    `started_from` is the checkpoint of another run that it began from; `paused` says why it pauses, or did when it was
+    stopped; `warnings` are metrics past their limits; `evaluated` has a line for each source, the last time.
 
     `phase` is not started, queued, starting, running or serving, or one of `ENDED`; `why` says who or what ended a run
     before its last step. A fleet makes no steps. `startup_s` has the milestones up to the attempt's first step, in
@@ -51,7 +53,9 @@ class RunStatus(msgspec.Struct, kw_only=True, frozen=True):
     attempt: int
     phase: str
     why: str
+    started_from: str
     paused: str
+    warnings: list[str]
     step: int | None
     max_steps: int | None
     progress_age_s: float | None
@@ -72,7 +76,9 @@ def take_status(facts: RunFacts) -> RunStatus:
         attempt=facts.attempt,
         phase=phase,
         why=_why(facts, phase, step),
-        paused=next((record.paused for record in facts.records.values() if record.paused), ""),
+        started_from=_origin(facts),
+        paused=_pause(facts, phase),
+        warnings=facts.warnings,
         step=None if facts.serves else step,
         max_steps=None if facts.serves else facts.max_steps,
         progress_age_s=facts.now - row["time"] if row and phase not in ENDED else None,
@@ -83,6 +89,16 @@ def take_status(facts: RunFacts) -> RunStatus:
         evaluated=describe_evaluation(newest_evaluation(facts.metrics)),
         processes=[_process(name, facts, ended=phase in ENDED) for name in facts.processes],
     )
+
+
+def _pause(facts: RunFacts, phase: str) -> str:
+    by_itself = next((record.paused for record in facts.records.values() if record.paused), "")
+    return by_itself or ("" if phase in ENDED else describe_pause(facts.paths))
+
+
+def _origin(facts: RunFacts) -> str:
+    start = facts.plan.typed_config().start_from
+    return start.words if start.path else ""
 
 
 def _phase(facts: RunFacts) -> str:

@@ -23,6 +23,7 @@ from prime_hpc.trainer.measure import Stopwatch, peak_flops, performance, summar
 from prime_hpc.trainer.memory.report import memory_by_category
 from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.optim import GuardedOptimizer
+from prime_hpc.trainer.profiler import StepProfiler
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import PolicyVersion, RankBatch, Sample
 
@@ -37,7 +38,7 @@ def run(role: Role) -> None:
     """Time `max_steps` steps and write what they gave to `summary.json`."""
     world = distributed.join(role)
     role.rendezvous.publish("ready", step=0)
-    result = measure(role.config, world, role.log.info)
+    result = measure(role.config, world, role.log.info, StepProfiler(role, world))
     if world.first:
         write_json(role.paths.summary, result)
         role.mark_complete()
@@ -45,7 +46,7 @@ def run(role: Role) -> None:
     distributed.leave()
 
 
-def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
+def measure(config: RunConfig, world: World, say: Say, profiler: StepProfiler | None = None) -> dict[str, Any]:
     """Train on made-up batches; `say` gets a line a step.
 
     Returns:
@@ -60,9 +61,15 @@ def measure(config: RunConfig, world: World, say: Say) -> dict[str, Any]:
         batch = make_batch(config, policy.config.vocab_size, step, world)
         if step == config.trainer.bench.warmup + 1 and world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
+        if profiler:
+            profiler.begin(step)
         metrics = _step(policy, optimizer, batch, config, world)
+        if profiler:
+            profiler.end(step)
         say(summarise(step, metrics))
         steps.append(metrics)
+    if profiler:
+        profiler.close()
     counted = steps[config.trainer.bench.warmup :]
     median = {name: statistics.median(step[name] for step in counted) for name in counted[0]}
     memory = memory_by_category(policy, optimizer.optimizers, world.device)

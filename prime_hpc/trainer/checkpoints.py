@@ -8,6 +8,7 @@ import errno
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from prime_hpc.cluster.files import appears
 from prime_hpc.cluster.role import Role
-from prime_hpc.errors import CorruptData, InfrastructureFailure
+from prime_hpc.errors import ConfigProblem, ConfigurationError, CorruptData, InfrastructureFailure
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.transport import checkpoints
@@ -74,16 +75,31 @@ class Checkpointer:
         self.report: StepReport | None = None
         """Of the newest step, on rank 0."""
 
+    def take_over(self, checkpoint: Path, *, optimizer: bool) -> None:
+        """Take the weights of another run and, on request, its optimiser states; learning rates and all else that the
+        configuration sets stay as they are.
+
+        Raises:
+            ConfigurationError: it holds other parameters or states.
+            CorruptData: a file is missing or damaged.
+        """
+        reader, _ = self._open(checkpoint)
+        model, states = get_state_dict(self._policy, self._optimizers, options=self._options)
+        wanted: dict[str, Any] = {"model": model}
+        if optimizer:
+            wanted["optimizer"] = {"state": states["state"]}
+        _refuse_other_shapes(checkpoint, wanted, reader.read_metadata().state_dict_metadata)
+        dcp.load(wanted, storage_reader=reader)
+        set_state_dict(self._policy, self._optimizers if optimizer else [], model_state_dict=model,
+                       optim_state_dict=states if optimizer else {}, options=self._options)  # fmt: skip
+
     def load(self, checkpoint: Path) -> int:
         """Restore everything from `checkpoint`, written by any number of ranks; returns its step.
 
         Raises:
             CorruptData: a file is missing or damaged, or the shapes are those of another model.
         """
-        appears(checkpoint, LATE_S)
-        manifest = checkpoints.verify(checkpoint) if self._world.first else checkpoints.read_manifest(checkpoint)
-        dist.barrier()
-        reader = FileSystemReader(checkpoint)
+        reader, manifest = self._open(checkpoint)
         stored = reader.read_metadata().state_dict_metadata
         state = self._state()
         if manifest.world != self._world.size:
@@ -101,6 +117,13 @@ class Checkpointer:
             metrics = {name: math.nan if value is None else value for name, value in manifest.report.items()}
             self.report = StepReport(step=manifest.step, metrics=metrics)
         return manifest.step
+
+    def _open(self, checkpoint: Path) -> tuple[FileSystemReader, CheckpointManifest]:
+        """A reader of a checkpoint whose files one rank has compared with the manifest."""
+        appears(checkpoint, LATE_S)
+        manifest = checkpoints.verify(checkpoint) if self._world.first else checkpoints.read_manifest(checkpoint)
+        dist.barrier()
+        return FileSystemReader(checkpoint), manifest
 
     def costs(self) -> dict[str, float]:
         """`time/save`, once there was one."""
@@ -207,6 +230,29 @@ class Checkpointer:
         torch.set_rng_state(rng[f"cpu.{self._world.rank}"])
         if f"cuda.{self._world.rank}" in rng and f"rng.cuda.{self._world.rank}" in stored:
             torch.cuda.set_rng_state(rng[f"cuda.{self._world.rank}"], self._world.device)
+
+
+def _refuse_other_shapes(checkpoint: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
+    """Compare the tensors that a run needs with those of a checkpoint, by name and shape."""
+    needed = {name: list(value.shape) for name, value in _tensors(wanted, ()) if isinstance(value, torch.Tensor)}
+    given = {name: list(entry.size) for name, entry in stored.items() if hasattr(entry, "size")}
+    given = {name: size for name, size in given.items() if name.startswith("model.") or name in needed}
+    bad = [f"{name} {given.get(name, 'none')} there, {needed.get(name, 'none')} here"
+           for name in sorted(needed | given) if needed.get(name) != given.get(name)]  # fmt: skip
+    if bad:
+        states = all(line.startswith("optimizer.") for line in bad)
+        part = "the states of this optimiser, or start_from.optimizer=false" if states else "this very model"
+        raise ConfigurationError([ConfigProblem("start_from.path", str(checkpoint),
+            f"a checkpoint of {part}; {len(bad)} tensors differ: {'; '.join(bad[:2])}")])  # fmt: skip
+
+
+def _tensors(state: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dictionaries, named as in a checkpoint."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _tensors(value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
 
 
 class _ShardWriter(FileSystemWriter):

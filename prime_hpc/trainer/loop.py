@@ -21,6 +21,7 @@ from prime_hpc.trainer.memory.states import keep_on_host
 from prime_hpc.trainer.model import PolicyModel, build_policy
 from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
 from prime_hpc.trainer.optimizers import build_optimizers
+from prime_hpc.trainer.profiler import StepProfiler
 from prime_hpc.trainer.record_source import RecordSource
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.sft_source import SFTSource
@@ -45,7 +46,7 @@ def run(role: Role) -> None:
                   policy.config.model_type, policy.impl, sum(p.numel() for p in policy.parameters()) / 1e6,
                   policy.backend, world.size, world.device, step)  # fmt: skip
     role.rendezvous.publish("ready", step=step)
-    source = _open_source(role, world, policy)
+    source, profiler = _open_source(role, world, policy), StepProfiler(role, world)
     report, batch = checkpointer.report, None
     while step < config.max_steps:
         watch = Stopwatch()
@@ -60,6 +61,7 @@ def run(role: Role) -> None:
         batch, step = received, step + 1
         if batch.lr is not None:
             optimizer.retune(batch.lr)
+        profiler.begin(step)
         role.reach("step.before")
         role.rendezvous.publish("training", step=step)
         role.heart.progress(f"training step {step}")
@@ -77,8 +79,10 @@ def run(role: Role) -> None:
             checkpointer.save_if_due(step, batch.journal_offset)
         report = _report(role, step, result, optimized, {**watch.seconds(), **checkpointer.costs()}, world)
         checkpointer.note(report)
+        profiler.end(step)
         if batch.last:
             break
+    profiler.close()
     role.reach("shutdown.before")
     checkpoint = checkpointer.finish(step, batch.journal_offset) if batch else role.plan.checkpoint
     role.reach("shutdown.during")
@@ -146,14 +150,17 @@ def _count_tokens(policy: PolicyModel, parts: list[Tenancy], world: distributed.
 
 
 def _restore(role: Role, policy: PolicyModel, checkpointer: Checkpointer) -> int:
-    """Load the plan's checkpoint or the base model, which a checkpoint of adapters leaves out; returns the step that
-    the weights come from."""
-    if policy.lora or not role.plan.checkpoint:
+    """Load the plan's checkpoint, that of another run, or the base model, which a checkpoint of adapters leaves out;
+    returns the step that the weights come from."""
+    start = role.config.start_from
+    if policy.lora or not (role.plan.checkpoint or start.path):
         load_weights(policy, Path(role.config.model.path))
     if policy.lora:
         initialise(policy.lora, role.config.seed)
     if role.plan.checkpoint:
         return checkpointer.load(Path(role.plan.checkpoint))
+    if start.path:
+        checkpointer.take_over(Path(start.path), optimizer=start.optimizer)
     return 0
 
 

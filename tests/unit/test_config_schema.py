@@ -42,6 +42,7 @@ def test_all_problems_come_at_once():
         ({"orchestrator": {"max_stalenes": 1}}, "orchestrator.max_stalenes", "max_staleness"),
         ({"env": {"train": [{"id": "m", "sampling": {"topp": 1}}]}}, "env.train.0.sampling.topp", "top_p"),
         ({"trainer": {"sft": {"dta": "x"}}}, "trainer.sft.dta", "data"),
+        ({"frozen": {"big": {"pth": "x"}}}, "frozen.big.pth", "path"),
         ({"zzzzzz": 1}, "zzzzzz", None),
     ],
 )

@@ -134,5 +134,11 @@ ERROR_BUDGET = told(
     "too many episodes failed in their environment: {what}",
     "mend what the last error says; failed rollouts lie in rollouts/step_N.jsonl.zst; env.error_budget allows more",
 )
+GUARD = Cause(
+    name="guard",
+    says="the guard held the run back: {what}",
+    remedy="metrics.jsonl shows the steps before; python -m prime_hpc.commands.tune {run} paused=false lets it go on, "
+    "with another optimizer.lr beside it, say; once it has left, python -m prime_hpc.resume {run} after that",
+)
 STOPPED = Cause(name="stopped", says="the run was stopped: {reason}", remedy="nothing is wrong with the run")
 UNCAUGHT = Cause(name="uncaught error", says="{process} failed: {error}", remedy="read the traceback in its log")

@@ -10,6 +10,7 @@ from prime_hpc.observe import waits
 from prime_hpc.observe.doctor.blame import SUPERVISOR, Blame, find_first
 from prime_hpc.observe.doctor.cause import (
     ERROR_BUDGET,
+    GUARD,
     HANG,
     PREEMPTED,
     STOPPED,
@@ -30,6 +31,7 @@ from prime_hpc.observe.doctor.failures import (
 )
 from prime_hpc.observe.evaluation import describe_evaluation, newest_evaluation
 from prime_hpc.observe.events import EVENTS, Event
+from prime_hpc.observe.guard import NAME, describe_pause
 from prime_hpc.observe.resumption import how_to_resume
 from prime_hpc.observe.run_facts import RunFacts
 
@@ -38,6 +40,7 @@ NOTABLE = ("restart", "degrade", "recovered", "drain")
 MAX_NOTES = 6
 JOB_LAG_S = 30.0
 """When a job ends, its processes may fall this much before the scheduler's message."""
+ASKED = re.compile(f"{NAME} asked: (.*)", re.S)
 REASONS = ((re.compile(r"time.?limit|deadline", re.I), TIME_LIMIT), (re.compile("preempt", re.I), PREEMPTED))
 
 
@@ -88,6 +91,9 @@ def diagnose(facts: RunFacts) -> Diagnosis:
 def _of_complete(facts: RunFacts) -> Diagnosis:
     """A run that did all it was to do, or that saved and left before, since it was asked to."""
     if facts.ending and facts.ending.drained:
+        if found := ASKED.search(facts.ending.reason):
+            evidence = [Evidence(EVENTS, facts.ending.line, facts.ending.reason[:MAX_TEXT])]
+            return _verdict(facts, GUARD, {"what": found[1]}, evidence, None, facts.ending.time)
         headline = f"nothing is wrong: the run has left, {_progress(facts)}, {facts.ending.reason}"
         left = _answer(facts, "complete", headline)
         return msgspec.structs.replace(left, remedy=how_to_resume(facts.paths) if facts.newest else "")
@@ -101,14 +107,17 @@ def _of_live(facts: RunFacts) -> Diagnosis:
         failure = Failure(process=beat.process, time=beat.wait.since if beat.wait else beat.time)
         finding = Finding(failure=failure, cause=HANG, groups={})
         return _blamed(Blame(process=names[-1], cause=HANG, finding=finding, chain=names), [], facts)
-    return _of_pause(facts) or _answer(facts, "healthy", f"nothing is wrong: {_progress(facts)}")
+    held = f", paused, since {pause}" if (pause := describe_pause(facts.paths)) else ""
+    return _of_pause(facts) or _answer(facts, "healthy", f"nothing is wrong: {_progress(facts)}{held}")
 
 
 def _of_pause(facts: RunFacts) -> Diagnosis | None:
-    """A run that waits for a source whose episodes fail, or was stopped when it did."""
+    """A run that waits for a source whose episodes fail or that the guard holds back, or was stopped when it did."""
     record = next((record for record in facts.records.values() if record.paused), None)
     if record is None:
-        return None
+        why = facts.changes.why
+        evidence = [Evidence(facts.paths.live.name, None, why[:MAX_TEXT])]
+        return _verdict(facts, GUARD, {"what": why}, evidence, None, facts.now) if why and facts.newest else None
     evidence = [Evidence(f"rendezvous/{record.process}.json", None, record.paused[:MAX_TEXT])]
     return _verdict(facts, ERROR_BUDGET, {"what": record.paused}, evidence, record.process, record.time)
 
@@ -159,6 +168,7 @@ def _verdict(
 
 def _answer(facts: RunFacts, verdict: Verdict, headline: str) -> Diagnosis:
     notes = [_note(event) for event in facts.events if event.kind in NOTABLE][-MAX_NOTES:]
+    notes += [f"warning: {warning}" for warning in facts.warnings]
     return Diagnosis(run=facts.plan.name, attempt=facts.attempt, verdict=verdict, headline=headline, notes=notes)
 
 
