@@ -16,7 +16,7 @@ from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
 from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sft_rows import read_conversations
 from prime_hpc.config.sizes import rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.config.vllm_arguments import find_unknown_arguments
@@ -260,7 +260,7 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
 def _first_rows(data: Path) -> Iterator[ConfigProblem]:
     """The first mistake in the rows that a launch has time to read."""
     try:
-        read_messages(data, most=ROWS_READ)
+        read_conversations(data, most=ROWS_READ)
     except ConfigurationError as error:
         yield from error.problems
 
