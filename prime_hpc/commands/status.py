@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +26,7 @@ from prime_hpc.commands.endpoint import find
 from prime_hpc.commands.ledger import render_ledger
 from prime_hpc.launchers.startup import describe
 from prime_hpc.observe.advisor import advise
+from prime_hpc.observe.console import open_console
 from prime_hpc.observe.ledger import read_ledger
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import ENDED, ProcessStatus, RunStatus, WaitStatus, take_status
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.watch:
             return watch(args.run)
         if args.ledger:
-            Console().print(
+            open_console().print(
                 render_ledger(read_ledger(args.run, time.time()), advise(args.run, read_run(args.run).plan))
             )
             return 0
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.json:
             print(msgspec.json.format(msgspec.json.encode(status)).decode())
         else:
-            Console().print(render(status))
+            open_console().print(render(status))
         return 0
 
     return cli.run(show)

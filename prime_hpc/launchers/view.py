@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prime_hpc.observe.console import open_console
 from prime_hpc.observe.snapshot import Snapshot
 from prime_hpc.plan.run_plan import RunPlan
 
@@ -25,7 +26,7 @@ class View(Protocol):
 @contextmanager
 def open_view(plan: RunPlan, live: bool) -> Iterator[View]:
     """A live table where the output is a terminal and `live` is wanted, plain lines otherwise."""
-    console = Console()
+    console = open_console()
     if not (live and console.is_terminal):
         yield PlainView(console)
         return
