@@ -117,6 +117,8 @@ def _scores(prefix: str, scored: list[Rollout]) -> Metrics:
     }
     for name in sorted({name for r in scored for name in r.metrics}):
         metrics[f"{prefix}/{name}"] = _mean([r.metrics[name] for r in scored if name in r.metrics])
+    for name in sorted({name for r in scored if len(r.rewards) > 1 for name in r.rewards}):
+        metrics[f"{prefix}/reward/{name}"] = _mean([r.rewards[name] for r in scored if name in r.rewards])
     return metrics | {f"{prefix}/{agent}/reward": _mean(rewards) for agent, rewards in _seats(scored).items()}
 
 

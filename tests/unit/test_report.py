@@ -38,6 +38,15 @@ def test_each_seat_has_its_mean_reward_where_several_play() -> None:
     assert "eval/s/solver/reward" not in eval_metrics("s", [seats(("solver", 1.0))])
 
 
+def test_each_of_several_rewards_has_its_mean() -> None:
+    def scored(reward: float, **rewards: float) -> Rollout:
+        return Rollout(rollout_id="r", source="s", task_id=f"{rewards}", reward=reward, rewards=rewards)
+
+    found = eval_metrics("s", [scored(1.5, right=1.0, short=1.0), scored(0.5, right=0.0, short=1.0)])
+    assert (found["eval/s/reward/right"], found["eval/s/reward/short"]) == (0.5, 1.0)
+    assert "eval/s/reward/right" not in eval_metrics("s", [scored(1.0, right=1.0)])
+
+
 def test_a_summary_has_the_figures_of_the_newest_evaluation_for_people_too() -> None:
     rows = {0: {"eval/s/reward": 0.1}, 4: eval_metrics("s", [rollout("a", 1.0), rollout("a", 0.0)]), 5: {"loss": 1.0}}
     summary = summarise(rows, 1.0, {})
