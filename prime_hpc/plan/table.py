@@ -13,7 +13,8 @@ from prime_hpc.plan.units import Unit, units
 def render(plan: RunPlan) -> Group:
     """Placement and one line about the run: by process on one node, by restart unit on several."""
     config = plan.typed_config()
-    origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {config.model.path}"
+    origin = f"starts from {config.model.path or 'random weights'}"
+    origin = f"resumes {plan.checkpoint}" if plan.checkpoint else origin
     facts = f"{plan.name}: attempt {plan.attempt}, {config.mode}, {_length(config)}, {origin}"
     if config.mode == "rl":
         facts += f"; weights by {config.update.chosen}"
