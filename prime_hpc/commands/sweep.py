@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def watch(folder: Path, gpu_hours: float | None, dead_after: int | None) -> None:
     """Show the table until every point has ended, and ask those to leave that should."""
     asked: set[str] = set()
-    with Live(refresh_per_second=1) as screen:
+    with Live(console=open_console(), refresh_per_second=1) as screen:
         while True:
             points = _read(folder)
             screen.update(render(points))

@@ -71,7 +71,7 @@ class LiveView:
         table.add_column("process")
         table.add_column("state")
         for name, state in snapshot.states.items():
-            table.add_row(name, f"[red]{state}" if state == "failed" else state)
+            table.add_row(name, Text(state, style="red" if state == "failed" else ""))
         paused = [Text(f"paused, since {snapshot.paused}", style="red")] if snapshot.paused else []
         self._screen.update(Group(table, "", progress_line(snapshot), *paused))
 

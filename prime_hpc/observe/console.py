@@ -9,6 +9,11 @@ WIDTH = 200
 
 
 def open_console() -> Console:
-    """As wide as the terminal, or `COLUMNS`; elsewhere wide enough to leave paths and tables whole."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
+    """As wide as the terminal, or `COLUMNS`; elsewhere wide enough to leave paths and tables whole.
+
+    Text stays as it is: rich would read brackets as styles, and words between colons as pictures.
+    """
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from submitit.core.utils import FailedJobError
 
-from prime_hpc.commands import stop
+from prime_hpc.commands import status, stop
 from prime_hpc.config.schema import parse
 from prime_hpc.launchers.slurm.executor import find, submit
 from prime_hpc.launchers.slurm.jobs import RunJob
@@ -165,6 +165,10 @@ def test_a_run_whose_job_waits_is_not_submitted_again_and_can_be_stopped(slurm: 
     again = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert (again.returncode, again.stderr) == (1, f"InfrastructureFailure: {said}\n")
     assert {path: path.read_bytes() for path in before} == before
+    assert status.main([str(run.root)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\njob {job} is pending: BeginTime\n")
     assert stop.main([str(run.root)]) == 0
     assert capsys.readouterr().out == f"cancelled job {job}, which had not begun\n"
     assert slurm.states(job) in ({}, {job: "CANCELLED"})
+    assert status.main([str(run.root)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\njob {job} is cancelled\n")
