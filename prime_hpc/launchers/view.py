@@ -81,8 +81,9 @@ class LiveView:
 
 def progress_line(snapshot: Snapshot) -> str:
     """`step 12/60 | reward 0.53 | ...` from whatever the run reports."""
-    parts = []
-    for key, value in snapshot.progress.items():
+    progress = dict(snapshot.progress)
+    parts = [f"step {progress.pop('step')}/{progress.pop('of')}"] if {"step", "of"} <= progress.keys() else []
+    for key, value in progress.items():
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
         parts.append(f"{key.replace('_', ' ')} {text}")
     return " | ".join(parts)
