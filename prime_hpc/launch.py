@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationResolutionError
 from prime_hpc.config import compose
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.schema import parse
-from prime_hpc.envs.load import find_renderer_problems, find_source_problems
+from prime_hpc.envs.load import find_source_problems
 from prime_hpc.errors import ConfigProblem, ConfigurationError, PrimeHPCError
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.registry import launch_plan
@@ -54,7 +54,7 @@ def _run(composed: DictConfig) -> int:
         raise ConfigurationError([compose.misplaced(experiment, values["experiment"])])
     config = parse(values, Path(facts.runtime.cwd))
     problems = [*find_conflicts(config), *find_model_problems(config), *find_parallel_problems(config),
-                *find_source_problems(config), *find_renderer_problems(config)]  # fmt: skip
+                *find_source_problems(config)]  # fmt: skip
     if problems:
         raise ConfigurationError(problems)
     stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())

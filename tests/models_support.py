@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prime_hpc.models.attention import Attend, BlockDiagonalAttention
 from prime_hpc.models.decoder import CausalLM
 from prime_hpc.models.families import load_family
+from prime_hpc.models.indexed import IndexedAttention
 from prime_hpc.trainer.hf_weights import load_weights
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -19,6 +21,11 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
        "routed_scaling_factor": 1.7, **EXPERTS}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+          "head_dim": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, **GLM}  # fmt: skip
+"""Transformers keeps 1e-6 in the latent's norms whatever `rms_norm_eps` says; engines do not."""
+# as many heads as make it unlikely that none of them scores a key, since equals may be chosen in another order
+DSA = {**LATENT, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8, "indexer_types": ["full", "shared", "full"]}
 CONFIGS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -29,21 +36,39 @@ CONFIGS = {
     "qwen3_moe, plain": ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, **EXPERTS}),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3, plain queries, yarn": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", DSA),
+    "glm_moe_dsa, biases": ("glm_moe_dsa", {**DSA, "attention_bias": True, "index_topk": 64}),
 }
 """By name: model type, and what its configuration has beside `SHAPE`."""
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:
     """Write a random model of transformers to `path`, no parameter of which is zero or one, and return it."""
     model_type, others = CONFIGS[name]
     torch.manual_seed(3)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE, **others)).eval()
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SHAPE | others))).eval()
     for key, tensor in hf.state_dict().items():
         if key.endswith(("norm.weight", "bias", "gate.weight")):
             tensor += 0.3 * torch.randn_like(tensor)
     hf.save_pretrained(path)
     return hf
+
+
+def open_row(seq_lens: list[int], top_k: int | None = None) -> Attend:
+    """Attention over documents of these lengths on the CPU; where an indexer chooses, over `top_k` keys a query."""
+    attend = BlockDiagonalAttention(seq_lens, torch.device("cpu"))
+    return IndexedAttention(attend, seq_lens, top_k, torch.arange(sum(seq_lens))) if top_k else attend
 
 
 def load_native(path: Path) -> CausalLM:
@@ -64,7 +89,7 @@ def checkpoint_gradients(hf: PreTrainedModel) -> dict[str, Tensor]:
                 gradients |= {f"{stem}.{i}.gate_proj.weight": gate, f"{stem}.{i}.up_proj.weight": up}
         elif stem.endswith("experts"):
             gradients |= {f"{stem}.{i}.{leaf}.weight": down for i, down in enumerate(parameter.grad)}
-        else:
+        elif parameter.grad is not None:
             gradients[name] = parameter.grad
     return gradients
 

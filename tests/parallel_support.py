@@ -70,7 +70,8 @@ def accumulate(rank: int, ranks: int, store: Path, model: Path, impl: str, seque
         batch = RankBatch(step=step, rank=world.dp_rank, micro_batches=micro_batches, sample_ids=[], journal_offset=0)
         result = forward_backward(policy, batch, config, world, PolicyVersion(0, step - 1), Stopwatch())
         losses.append(result.losses[WHOLE])
-    gradients = {name: p.grad.full_tensor().numpy().copy() for name, p in policy.named_parameters()}
+    gradients = {name: p.grad.full_tensor().numpy().copy() for name, p in policy.named_parameters()
+                 if p.requires_grad}  # fmt: skip
     norm = clip_gradients(list(policy.parameters()), 0.5)
     clipped = clip_gradients(list(policy.parameters()), None)
     return {"losses": losses, "gradients": gradients, "norm": norm, "clipped": clipped,

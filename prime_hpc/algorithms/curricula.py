@@ -30,6 +30,10 @@ class Sampler(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def sizes(self) -> dict[str, int]:
+        """Tasks in each pool, where there are pools."""
+        ...
+
 
 class OrderedSampler:
     """Every task once an epoch: in the taskset's order, or shuffled anew each epoch. An endless taskset is taken as it
@@ -60,6 +64,9 @@ class OrderedSampler:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.draws = state["draws"]
+
+    def sizes(self) -> dict[str, int]:
+        return {}
 
 
 class PoolSampler:

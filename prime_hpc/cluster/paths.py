@@ -3,12 +3,21 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+SWEEP = "sweep.json"
+"""In the folder of a sweep, beside the run directories of its points."""
+
 
 @dataclass(frozen=True)
 class RunPaths:
     """The files of one run directory."""
 
     root: Path
+
+    @property
+    def sweep(self) -> str | None:
+        """The name of the sweep that the run is a point of, if it is one."""
+        folder = self.root.parent
+        return folder.name if (folder / SWEEP).is_file() else None
 
     @property
     def config(self) -> Path:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_hpc.cluster import secrets
+from prime_hpc.cluster import log_lines, secrets
 from prime_hpc.cluster.beats import Heart
 from prime_hpc.cluster.faults import Faults
 from prime_hpc.cluster.files import list_fresh
@@ -89,6 +89,12 @@ class Role:
             model.path = str(stage(Path(model.path), cluster.scratch, start, cluster.start_timeout_s))
         self.log.info("loads its model from %s", model.path)
 
+    def quieten(self, *libraries: str) -> None:
+        """Hear only warnings of libraries that tell every request, unless all is to be told."""
+        if self.config.monitor.log_level != "debug":
+            for library in libraries:
+                logging.getLogger(library).setLevel(logging.WARNING)
+
     def on_terminate(self, leave: Callable[[], object]) -> Callable[..., None]:
         """A handler for SIGTERM that calls `leave`.
 
@@ -138,12 +144,10 @@ def main(run: Callable[[Role], None], *, server: bool) -> None:
     parser.add_argument("--process", required=True)
     args = parser.parse_args()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, datefmt="%H:%M:%S",
-                        format="%(asctime)s %(levelname)-7s %(name)s %(message)s")  # fmt: skip
-    for chatty in ("httpx", "httpcore", "openai"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
     plan = load(args.plan)
     role = Role(plan, plan.process(args.process))
+    log_lines.set_up(role.config.monitor, role.process.name)
+    role.quieten("httpx", "httpcore", "openai")
     role.rendezvous.publish("starting")
     role.heart.start()
     signal.signal(signal.SIGTERM, role.on_terminate(_die))

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from prime_hpc.cluster.log_lines import to_text
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.errors import CommandLineError, ConfigProblem, nearest_name
@@ -96,7 +97,7 @@ def _new_lines(log: LogFile, offsets: dict[Path, int]) -> list[str]:
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
     offsets[log.path] = offsets.get(log.path, 0) + len(whole)
-    return whole.decode(errors="replace").splitlines()
+    return [to_text(line) for line in whole.decode(errors="replace").splitlines()]
 
 
 def _timed(log: LogFile) -> Iterator[tuple[float, LogFile, LogLine]]:

@@ -15,7 +15,9 @@ from prime_hpc.config.fleet_checks import find_fleet_problems
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
 from prime_hpc.config.model_checks import find_folder_problems
+from prime_hpc.config.renderer import find_renderer_problems
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sampling_checks import find_sampling_problems, reshapes
 from prime_hpc.config.sft_rows import read_conversations
 from prime_hpc.config.sizes import engine_gpus, rows_at_once
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
@@ -36,10 +38,11 @@ PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless
 def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     """Every conflict in a configuration that has passed the schema."""
     engines = (_engines, find_argument_problems, find_unknown_arguments, find_fleet_problems)
-    sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
+    sampled = (_functions, _sources, _adapters, find_sampling_problems, find_renderer_problems, *engines, _teachers,
+               find_frozen_problems)  # fmt: skip
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
-        "sft": (_sft,),
+        "sft": (_sft, find_renderer_problems),
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
         "serve": engines,
@@ -94,18 +97,7 @@ def _adapters(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _rollouts(config: RunConfig) -> Iterator[ConfigProblem]:
-    orchestrator = config.orchestrator
-    for algorithm in _algorithms(config):
-        if orchestrator.group_size == 1 and algorithm.compares_group:
-            yield ConfigProblem("orchestrator.group_size", 1,
-                                f"at least 2: algorithm={algorithm.name} compares a group")  # fmt: skip
-            break
-    if orchestrator.batch_size % orchestrator.group_size:
-        yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size,
-                            f"a multiple of orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
-    if isinstance(orchestrator.max_inflight, int) and orchestrator.max_inflight < orchestrator.group_size:
-        yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight,
-                            f"at least orchestrator.group_size = {orchestrator.group_size}")  # fmt: skip
+    yield from _groups(config)
     if config.pause.max_s >= config.trainer.batch_timeout_s:
         yield ConfigProblem("pause.max_s", config.pause.max_s,
                             f"less than trainer.batch_timeout_s = {config.trainer.batch_timeout_s:.0f}")  # fmt: skip
@@ -118,9 +110,26 @@ def _rows(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.micro_batch_tokens", row, f"at least seq_len = {config.seq_len}")
 
 
-def _algorithms(config: RunConfig) -> list[AlgorithmConfig]:
-    """Credit assignment of each training source."""
-    return [source.algorithm or config.algorithm for source in config.env.train] or [config.algorithm]
+def _groups(config: RunConfig) -> Iterator[ConfigProblem]:
+    orchestrator = config.orchestrator
+    for key, (size, algorithms) in _sizes(config).items():
+        comparing = [algorithm.name for algorithm in algorithms if algorithm.compares_group]
+        if size == 1 and comparing:
+            yield ConfigProblem(key, 1, f"at least 2: algorithm={comparing[0]} compares a group")
+        if orchestrator.batch_size % size:
+            yield ConfigProblem("orchestrator.batch_size", orchestrator.batch_size, f"a multiple of {key} = {size}")
+        if isinstance(orchestrator.max_inflight, int) and orchestrator.max_inflight < size:
+            yield ConfigProblem("orchestrator.max_inflight", orchestrator.max_inflight, f"at least {key} = {size}")
+
+
+def _sizes(config: RunConfig) -> dict[str, tuple[int, list[AlgorithmConfig]]]:
+    """Size of a group by the key that says it, and the algorithms of the sources that have it."""
+    sizes: dict[str, tuple[int, list[AlgorithmConfig]]] = {}
+    for i, source in enumerate(config.env.train):
+        key = f"env.train.{i}.group_size" if source.group_size else "orchestrator.group_size"
+        _, algorithms = sizes.setdefault(key, (source.group_size or config.orchestrator.group_size, []))
+        algorithms.append(source.algorithm or config.algorithm)
+    return sizes or {"orchestrator.group_size": (config.orchestrator.group_size, [config.algorithm])}
 
 
 def _loss(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -144,9 +153,10 @@ def _teachers(config: RunConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{key}.teacher", teacher, "the name of a model under `frozen`",
                                 nearest_name(teacher, list(config.frozen)))  # fmt: skip
         scored = isinstance(algorithm, OPSD) or _scorer(config, algorithm)
-        if scored and (sampling.temperature != 1 or sampling.top_p != 1):
+        if scored and reshapes(sampling):
             yield ConfigProblem(f"{key}.name", algorithm.name, "temperature and top_p of 1 in the source's sampling, "
-                                "since a reference scores at temperature 1")  # fmt: skip
+                                "no top_k, min_p or penalty, since a reference scores the whole distribution at "
+                                "temperature 1")  # fmt: skip
         limit = config.inference.vllm.get("max_model_len")
         if isinstance(algorithm, OPSD) and (limit is None or limit <= config.seq_len):
             yield ConfigProblem("inference.vllm.max_model_len", limit, f"more than seq_len = {config.seq_len}: the "
@@ -192,6 +202,10 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
         if source.runtime.name == "subprocess" and source.runtime.image:
             yield ConfigProblem(f"{key}.runtime.image", source.runtime.image,
                                 "null, or runtime.name=apptainer: a subprocess has no image")  # fmt: skip
+    for i, source in enumerate(config.env.eval.sources):
+        if source.group_size is not None:
+            yield ConfigProblem(f"env.eval.sources.{i}.group_size", source.group_size,
+                                "to be left out: env.eval.rollouts_per_task says it")  # fmt: skip
     yield from _shares(config)
     for i, source in enumerate(config.env.train):
         yield from _pools(f"env.train.{i}.order.pools", source)
@@ -215,17 +229,6 @@ def _pools(key: str, source: SourceConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, values, f"pools with a {field} each of their own")
     if not any(pool.weight for pool in pools):
         yield ConfigProblem(key, [pool.weight for pool in pools], "a pool with a weight above 0")
-
-
-def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
-    for i, source in enumerate(config.env.train):
-        sampling = source.sampling
-        if sampling.temperature == 0:
-            expected = "more than 0, since a policy gradient needs sampling"
-            yield ConfigProblem(f"env.train.{i}.sampling.temperature", 0, expected)
-        if sampling.max_tokens and sampling.max_tokens >= config.seq_len:
-            yield ConfigProblem(f"env.train.{i}.sampling.max_tokens", sampling.max_tokens,
-                                f"less than seq_len = {config.seq_len}, which holds the prompt too")  # fmt: skip
 
 
 def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -326,6 +329,18 @@ def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
     """Credit assignment of a training source: its own, or the run's."""
     own = (s.algorithm for s in config.env.train if source_name(s) == source)
     return next(own, None) or config.algorithm
+
+
+def group_size(config: RunConfig, source: str) -> int:
+    """Rollouts of a group of a training source: its own number, or the run's."""
+    own = (s.group_size for s in config.env.train if source_name(s) == source)
+    return next(own, None) or config.orchestrator.group_size
+
+
+def largest_group(config: RunConfig) -> int:
+    """Rollouts of a group of the training source that has the most."""
+    return max((s.group_size or config.orchestrator.group_size for s in config.env.train),
+               default=config.orchestrator.group_size)  # fmt: skip
 
 
 def sampled_by(config: RunConfig, source: str) -> str | None:

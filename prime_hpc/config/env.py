@@ -20,8 +20,20 @@ class SamplingConfig:
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; training wants 1.0, since the trainer scores the full distribution."""
+    top_k: Positive | None = None
+    """Sample from so many most probable tokens; all when left out, as training wants it."""
+    min_p: Fraction | None = None
+    """Leave out tokens less probable than this share of the most probable one's; none when left out, as training
+    wants it."""
     max_tokens: Positive | None = None
     """Tokens of one reply; until the context is full when left out."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a reply, which keeps them."""
+    seed: int | None = None
+    """Sample each rollout of a task from a seed of its own that follows from this one, the task and its number; at
+    random when left out. Agents of an episode that see the same prompt then say the same."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further parameters by vLLM's names, e.g. `{min_tokens: 4, repetition_penalty: 1.1}`."""
 
 
 @dataclass(kw_only=True)
@@ -55,7 +67,7 @@ class SourceConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """Where the programs of its episodes run, unless a seat in `env_args` names a runtime of its own."""
     ratio: Annotated[float, Field(gt=0)] = 1.0
-    """Share of this source among the training sources."""
+    """Share of this source among the training sources, counted in groups."""
     ratio_schedule: dict[NonNegative, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
     """Shares by step in place of `ratio`, linear between the steps given and constant outside them."""
     order: TaskSampling = field(default_factory=Shuffled)
@@ -66,6 +78,8 @@ class SourceConfig:
     """Sampling parameters."""
     algorithm: AlgorithmConfig | None = None
     """Credit assignment of this training source; the run's when left out."""
+    group_size: Positive | None = None
+    """Rollouts of one task of this training source; `orchestrator.group_size` when left out."""
     adapter: str | None = None
     """The adapter of `lora.adapters` that this source samples from and trains; the first when left out."""
 

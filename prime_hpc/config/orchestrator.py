@@ -15,9 +15,9 @@ class OrchestratorConfig:
     __pydantic_config__ = FORBID_UNKNOWN
 
     batch_size: Positive = 128
-    """Rollouts a step."""
+    """Rollouts a step; up to a group more where sources have groups of different sizes."""
     group_size: Positive = 8
-    """Rollouts of one task: the unit of credit assignment."""
+    """Rollouts of one task: the unit of credit assignment. A training source may have its own."""
     max_staleness: NonNegative = 8
     """Bound on (n-1) minus the version that sampled a token of batch n; 0 samples and trains in turn."""
     on_stale: Literal["drop", "wait"] = "drop"

@@ -62,6 +62,9 @@ class ModelConfig:
     """Tokenizer directory; the model's own when left out."""
     renderer: str = "default"
     """How messages become tokens: a name of the `renderers` package; `default` is the tokenizer's chat template."""
+    renderer_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the renderer, such as `{thinking_retention: all}`; of `default`, variables of the chat template and
+    `tool_parser`, `reasoning_parser` (docs/environments.md)."""
     served_name: str = "policy"
     """The model name in requests."""
     impl: Literal["auto", "native", "hf"] = "auto"
@@ -133,7 +136,7 @@ class UpdateConfig:
 
 @dataclass(kw_only=True)
 class MonitorConfig:
-    """Where metrics go beside `metrics.jsonl`."""
+    """What a run tells: where metrics go beside `metrics.jsonl`, rollout records, logs."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
@@ -143,12 +146,24 @@ class MonitorConfig:
     """W&B project."""
     wandb_entity: str | None = None
     """W&B team or user."""
+    wandb_group: str | None = None
+    """W&B group; the name of the sweep, for its points, when left out."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+    wandb_notes: str | None = None
+    """W&B notes: what the run is about."""
     rollouts: bool = True
     """Write rollout records to `rollouts/step_N.jsonl.zst`, those of evaluations to the same below
     `rollouts/evaluations`."""
     rollouts_gib: Annotated[float, Field(gt=0)] | None = None
     """Records past this size together are removed, oldest first; all are kept when left out. Those of evaluations have
     as much for themselves."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """What the processes log from this level on; debug lets libraries tell every request too. vLLM has a level of its
+    own: `inference.env: {VLLM_LOGGING_LEVEL: DEBUG}`."""
+    log_format: Literal["text", "json"] = "text"
+    """json: a line is an object. What vLLM and other libraries write by themselves, and the traceback of a process that
+    fails, stay text."""
 
 
 @dataclass(kw_only=True)

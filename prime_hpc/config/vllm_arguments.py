@@ -1,4 +1,5 @@
-"""Mistyped arguments of vLLM, found by reading its source: importing it takes longer than all else of a launch."""
+"""What the vLLM of this machine knows, found by reading its source: importing it takes longer than all else of a
+launch."""
 
 import ast
 import importlib.util
@@ -13,7 +14,11 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem, nearest_name
 
 SOURCES = ("engine/arg_utils.py", "entrypoints/*/cli_args.py")
-"""Where vLLM declares them, of the engine and of `vllm serve`; 0.25 and 0.32 have the second in different folders."""
+"""Where vLLM declares its arguments, of the engine and of `vllm serve`; 0.25 and 0.32 have the second in different
+folders."""
+SAMPLING = "sampling_params.py"
+NOT_PLAIN = ("Params", "OutputKind")
+"""Types of parameters that no plain data gives."""
 
 
 def find_unknown_arguments(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -26,6 +31,19 @@ def find_unknown_arguments(config: RunConfig) -> Iterator[ConfigProblem]:
             if name not in known:
                 nearest = nearest_name(name, sorted(known))
                 yield ConfigProblem(f"{key}.{name}", given[name], "an argument of `vllm serve`", nearest)
+
+
+def sampling_parameters(config: RunConfig) -> list[str]:
+    """Names of the parameters of a request that plain data gives; empty where that vLLM is not what runs."""
+    path = (_folder() or Path()) / SAMPLING
+    return _parameters(path) if _runs_here(config) and path.is_file() else []
+
+
+@cache
+def _parameters(path: Path) -> list[str]:
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = [pair for owner in classes if owner.name == "SamplingParams" for pair in _annotated(owner)]
+    return sorted(name for name, kind in fields if name[0] != "_" and not any(word in kind for word in NOT_PLAIN))
 
 
 def _runs_here(config: RunConfig) -> bool:
@@ -49,5 +67,11 @@ def _known(folder: Path | None) -> frozenset[str]:
 
 def _fields(text: str) -> set[str]:
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name.endswith("Args")]
-    return {field.target.id for owner in classes for field in owner.body
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)}  # fmt: skip
+    return {name for owner in classes for name, _ in _annotated(owner)}
+
+
+def _annotated(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Names and types of the fields of a class."""
+    for field in owner.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            yield field.target.id, ast.unparse(field.annotation)

@@ -12,6 +12,7 @@ from verifiers.v1.clients.train import ElasticRendererPool
 from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.renderer import renderer_fields
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.envs.light import without_torch
 from prime_hpc.envs.refusals import explain
@@ -79,7 +80,7 @@ class Environment:
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise EnvironmentFailure(f"renderer {self._model.renderer!r} does not load for {tokenizer}: {cause}; "
-                                     "set model.renderer or model.tokenizer") from error  # fmt: skip
+                                     "set model.renderer, its options or model.tokenizer") from error  # fmt: skip
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Keeps up what episodes share (tool servers, the endpoint of the agents)."""
@@ -98,7 +99,7 @@ class Environment:
 
     def _client(self, base_url: str, key_variable: str) -> vf.TrainClientConfig:
         return vf.TrainClientConfig(base_url=f"{base_url}/v1", api_key_var=key_variable,
-                                    renderer={"name": self._model.renderer},
+                                    renderer=renderer_fields(self._model),
                                     renderer_model_name=self._model.tokenizer or self._model.path)  # fmt: skip
 
 

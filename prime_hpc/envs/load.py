@@ -4,8 +4,6 @@ import importlib.util
 import pkgutil
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem, nearest_name
@@ -29,21 +27,6 @@ def check_source(source: SourceConfig, key: str = "env.train") -> list[ConfigPro
     bundled = [*bundled_environments(), *_verifiers_tasksets()]
     expected = f"an installed module of a verifiers taskset; bundled are {', '.join(bundled)}"
     return [ConfigProblem(f"{key}.id", source.id, expected, _nearest(source.id, bundled))]
-
-
-def find_renderer_problems(config: RunConfig) -> list[ConfigProblem]:
-    """The problem of a renderer that the package `renderers` of this machine, if there is one, does not have."""
-    name = config.model.renderer
-    if name == "default" or importlib.util.find_spec("renderers") is None:
-        return []
-    from renderers import configs  # takes most of a second
-
-    kinds = (kind for kind in vars(configs).values() if isinstance(kind, type) and issubclass(kind, BaseModel))
-    names = (kind.model_fields["name"].default for kind in kinds if "name" in kind.model_fields)
-    known = sorted({name for name in names if isinstance(name, str)})
-    if name in known:
-        return []
-    return [ConfigProblem("model.renderer", name, f"one of {', '.join(known)}", nearest_name(name, known))]
 
 
 def module_name(environment_id: str) -> str:

@@ -66,6 +66,7 @@ def make_rollout(
         rollout.images = gallery.encoded if gallery else {}
         rollout.reward = fmean(t.reward for t in traces)
         rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
+        rollout.phases = _phases(traces)
         rollout.metrics = _means(traces, lambda t: {name: m for name, m in t.metrics.items() if m is not None})
         for trace in traces:
             samples, cut = make_samples(trace, stamps[trace.id], source, seq_len, echo, gallery)
@@ -173,6 +174,19 @@ def _invalid_reward(traces: list[vf.Trace]) -> Failure | None:
         message = "no trace of the policy: every seat is untrainable or plays another model"
         return Failure(kind="environment", type="InvalidReward", message=message)
     return None
+
+
+def _phases(traces: list[vf.Trace]) -> dict[str, float]:
+    """Mean seconds of a trace by what it did, as verifiers measures them; `model` is the time that replies took."""
+    spent = [{
+        "boot": t.timing.boot.duration,
+        "setup": t.timing.setup.duration,
+        "model": t.timing.agent.model.duration,
+        "harness": t.timing.agent.harness.duration,
+        "finalize": t.timing.finalize.duration,
+        "scoring": t.timing.scoring.duration,
+    } for t in traces]  # fmt: skip
+    return {phase: fmean(each[phase] for each in spent) for phase in spent[0]}
 
 
 def _written(trace: vf.Trace) -> dict[str, float | None]:

@@ -10,6 +10,7 @@ import numpy as np
 import verifiers.v1 as vf
 
 from prime_hpc.config.algorithm import OPSD
+from prime_hpc.config.renderer import renderer_config
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.errors import EnvironmentFailure, InferenceFailure
 from prime_hpc.transport.arrays import Array
@@ -124,8 +125,8 @@ class Hints:
 
 def make_encoder(model: ModelConfig) -> Encode:
     """Tokens as the policy's own renderer makes them."""
-    from renderers import config_from_name, create_renderer
+    from renderers import create_renderer
     from renderers.base import load_tokenizer
 
-    renderer = create_renderer(load_tokenizer(model.tokenizer or model.path), config_from_name(model.renderer))
+    renderer = create_renderer(load_tokenizer(model.tokenizer or model.path), renderer_config(model))
     return lambda role, text: renderer.render_ids([{"role": role, "content": text}])

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import logging
 import os
 import signal
 import threading
@@ -54,8 +53,7 @@ def run(role: Role) -> None:
     config = role.config
     name, source = _source(role)
     offer_token(role.secrets.token)
-    for chatty in ("verifiers", "aiohttp.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    role.quieten("verifiers", "aiohttp.access")
     watchdog = Watchdog(config.env.start_timeout_s, f"loading {source.id}", exit_process(role))
     environment = Environment(name, source, config.model, config.env.scoring_timeout_s)
     watchdog.allow(config.cluster.start_timeout_s + BLOCK_GRACE_S, f"waiting for {ORCHESTRATOR}")

@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.gpus import count_gpus
+from prime_hpc.cluster.paths import SWEEP
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 from prime_hpc.config.sections import RunSection
 from prime_hpc.config.slurm_checks import parse_time
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.launchers.verdict import EXIT_INTERRUPTED
-from prime_hpc.observe.sweep import FILE
 from prime_hpc.plan.build import Attempt, build_plan
 
 NAME = re.compile(r"[^A-Za-z0-9_.+-]+")
@@ -79,7 +79,7 @@ class Sweep:
 
     def write(self) -> None:
         """Take down which points there are, for the table of results."""
-        write_json(self.folder / FILE, {"points": [{"name": p.name, "overrides": p.varied} for p in self.points]})
+        write_json(self.folder / SWEEP, {"points": [{"name": p.name, "overrides": p.varied} for p in self.points]})
 
     @contextmanager
     def point(self, point: Point) -> Iterator[None]:

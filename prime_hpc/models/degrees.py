@@ -113,6 +113,8 @@ class _Model:
     adapted: bool
     """It trains adapters."""
     experts_adapted: bool
+    latent: bool = False
+    """Its attention is latent: all heads read what one projection makes."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "_Model":
@@ -125,7 +127,8 @@ class _Model:
         sliding = "sliding_attention" in (hf_config.get("layer_types") or ())
         sees = hf_config.get("model_type") in families.SEEING
         packs_by_ourselves = config.trainer.attn != "eager" and (native or not sliding)
-        return cls(divisions(hf_config), native, sees, packs_by_ourselves, lora.on, experts_adapted)
+        return cls(divisions(hf_config), native, sees, packs_by_ourselves, lora.on, experts_adapted,
+                   bool(hf_config.get("kv_lora_rank")))  # fmt: skip
 
     @property
     def limits(self) -> str:
@@ -138,11 +141,12 @@ class _Model:
         if not self.native:
             return " for a model of transformers, which has neither tp nor ep"
         experts = f", {sizes.experts} experts of width {sizes.expert_width}" if sizes.experts else ""
+        experts += "; latent attention takes no tp" if self.latent else ""
         adapters = "; adapters take no tp, nor ep where they update experts" if self.adapted else ""
         return f" for {sizes.heads} heads, {sizes.kv_heads} KV heads, MLPs of width {sizes.widths}{experts}{adapters}"
 
     def legal_tp(self, ranks: int) -> list[int]:
-        if not self.native or self.adapted:
+        if not self.native or self.adapted or self.latent:
             return [1]
         sizes = self.sizes
         whole = [] if sizes is None else [sizes.heads, sizes.kv_heads, *sizes.widths]

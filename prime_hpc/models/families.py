@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from prime_hpc.models.family import Family
 
 MODULES = {
+    "deepseek_v3": "prime_hpc.models.deepseek_v3",
     "glm4_moe": "prime_hpc.models.glm4_moe",
+    "glm_moe_dsa": "prime_hpc.models.glm_moe_dsa",
     "llama": "prime_hpc.models.llama",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",

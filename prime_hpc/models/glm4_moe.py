@@ -3,6 +3,8 @@
 Heads are turned in part. The layers for multi-token prediction that checkpoints add at the end are left out.
 """
 
+from typing import Any
+
 from torch import nn
 from transformers import Glm4MoeConfig
 
@@ -16,12 +18,17 @@ def build_block(config: Glm4MoeConfig, layer: int) -> Block:
     """The first `first_k_dense_replace` layers are dense."""
     head_norm_eps = config.rms_norm_eps if config.use_qk_norm else None
     attention = Attention(config, bias=config.attention_bias, head_norm_eps=head_norm_eps)
-    dense = layer < config.first_k_dense_replace
-    mlp = SwiGLU(config.hidden_size, config.intermediate_size) if dense else _build_experts(config)
-    return Block(config.hidden_size, config.rms_norm_eps, attention, mlp)
+    return Block(config.hidden_size, config.rms_norm_eps, attention, build_mlp(config, layer))
 
 
-def _build_experts(config: Glm4MoeConfig) -> nn.Module:
+def build_mlp(config: Any, layer: int) -> nn.Module:
+    """A dense MLP in the first layers, then experts; also of the families that are built alike."""
+    if layer < config.first_k_dense_replace:
+        return SwiGLU(config.hidden_size, config.intermediate_size)
+    return _build_experts(config)
+
+
+def _build_experts(config: Any) -> nn.Module:
     routing = Routing(
         experts=config.n_routed_experts,
         top_k=config.num_experts_per_tok,
@@ -37,15 +44,14 @@ def _build_experts(config: Glm4MoeConfig) -> nn.Module:
     return MixtureOfExperts(config.hidden_size, width, routing, shared)
 
 
-FAMILY = Family(
-    build_block,
-    Conversion(
-        {
-            "mlp.router.weight": "mlp.gate.weight",
-            "mlp.router.score_correction": "mlp.gate.e_score_correction_bias",
-            "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
-            "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
-            "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
-        }
-    ),
+EXPERTS = Conversion(
+    {
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.router.score_correction": "mlp.gate.e_score_correction_bias",
+        "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
+        "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
+        "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+    }
 )
+
+FAMILY = Family(build_block, EXPERTS)

@@ -57,7 +57,7 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, hidden: int, norm_eps: float, attention: Attention, mlp: nn.Module):
+    def __init__(self, hidden: int, norm_eps: float, attention: nn.Module, mlp: nn.Module):
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp

@@ -26,7 +26,8 @@ class Rotary:
     def of(cls, config: PreTrainedConfig) -> "Rotary":
         """As `rope_parameters`, `head_dim` and `max_position_embeddings` of a configuration say."""
         parameters: Parameters = config.rope_parameters
-        rotated = int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
+        rotated = getattr(config, "qk_rope_head_dim", None)  # latent attention: the heads' rotary part is apart
+        rotated = rotated or int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / rotated
         frequencies = 1.0 / parameters["rope_theta"] ** exponents
         stretch = _STRETCHES[parameters["rope_type"]]
@@ -55,6 +56,21 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn channel 2i of the first r together with channel 2i + 1. They come out as `rotate` has them, which is the
+    same for a query and a key that are multiplied."""
+    r = rotation[0].shape[-1]
+    turned, rest = x.split([r, x.shape[-1] - r], dim=-1)
+    apart = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(torch.cat([apart, rest], dim=-1), rotation)
+
+
+def latent_scale(parameters: Parameters) -> float:
+    """YaRN's temperature of latent attention, which lies in the scale of the scores (as DeepSeek-V3 has it)."""
+    weight = parameters.get("mscale_all_dim") if parameters["rope_type"] == "yarn" else None
+    return _temperature(parameters["factor"], weight) ** 2 if weight else 1.0
 
 
 def _keep(frequencies: Tensor, parameters: Parameters) -> Tensor:

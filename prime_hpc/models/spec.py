@@ -4,7 +4,7 @@ Covers decoder-only transformers: dense and mixture-of-experts, grouped-query an
 (vision-language) config only the text model counts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 HFConfig = dict[str, Any]
@@ -34,25 +34,27 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 
 @dataclass(frozen=True)
 class _Layer:
-    """Parameters of one decoder layer: matrices that every token meets, all experts, the chosen ones, and the rest."""
+    """Parameters of one decoder layer: matrices that every token meets, all experts, the chosen ones, the rest, and a
+    frozen indexer's."""
 
     shared: int
     experts: int
     chosen_experts: int
     vectors: int
+    indexer: int = 0
 
 
 def param_count(hf_config: HFConfig) -> int:
     """All parameters; tied embeddings count once."""
     text = _text(hf_config)
-    body = sum(layer.shared + layer.experts + layer.vectors for layer in _layers(text))
+    body = sum(layer.shared + layer.experts + layer.vectors + layer.indexer for layer in _layers(text))
     return body + _outside(text)
 
 
 def active_params(hf_config: HFConfig) -> int:
     """Parameters that one token uses, as in model names like 30B-A3B: of the routed experts only the chosen ones."""
     text = _text(hf_config)
-    body = sum(layer.shared + layer.chosen_experts + layer.vectors for layer in _layers(text))
+    body = sum(layer.shared + layer.chosen_experts + layer.vectors + layer.indexer for layer in _layers(text))
     return body + _outside(text)
 
 
@@ -62,14 +64,29 @@ def train_flops(hf_config: HFConfig, seq_lens: list[int], *, frozen: bool = Fals
 
     Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
     sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs (the accounting of PaLM, appendix B, with
-    the mask and the true head dimension).
+    the mask and the true head dimension). Where an indexer chooses keys, a token has no more pairs than it chooses, and
+    its indexer, which is frozen, costs a forward over all pairs.
     """
     text = _text(hf_config)
     matrices = sum(layer.shared + layer.chosen_experts for layer in _layers(text))
     per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
     per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * text["num_hidden_layers"]
-    pairs = sum(n * (n + 1) // 2 for n in seq_lens)
-    return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs
+    top_k = text.get("index_topk") or max(seq_lens)
+    pairs = sum(_pairs(n, min(n, top_k)) for n in seq_lens)
+    choosing = _choice_flops(text, seq_lens) if max(seq_lens) > top_k else 0
+    return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs + choosing
+
+
+def _choice_flops(text: HFConfig, seq_lens: list[int]) -> int:
+    """Of the indexers, which run forward only, over all pairs of a row that has a document longer than the choice."""
+    indexers = [layer.indexer for layer in _layers(text) if layer.indexer]
+    per_pair = 2 * text["index_n_heads"] * text["index_head_dim"] * len(indexers)
+    return 2 * sum(indexers) * sum(seq_lens) + per_pair * sum(_pairs(n, n) for n in seq_lens)
+
+
+def _pairs(n: int, most: int) -> int:
+    """Of a token and one before it or itself among n tokens, where a token has `most` of them at most."""
+    return most * (most + 1) // 2 + (n - most) * most
 
 
 def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
@@ -94,7 +111,7 @@ def expert_params(hf_config: HFConfig) -> int:
 
 def layer_params(hf_config: HFConfig) -> list[tuple[int, int]]:
     """Parameters of each decoder layer: those of its routed experts left out, and of these."""
-    return [(layer.shared + layer.vectors, layer.experts) for layer in _layers(_text(hf_config))]
+    return [(layer.shared + layer.vectors + layer.indexer, layer.experts) for layer in _layers(_text(hf_config))]
 
 
 @dataclass(frozen=True)
@@ -166,13 +183,16 @@ def _layers(text: HFConfig) -> list[_Layer]:
     attention, vectors = _attention(text)
     vectors += 2 * text["hidden_size"]
     dense = _Layer(attention + _gated(text, text["intermediate_size"]), 0, 0, vectors)
-    if not _num_experts(text):
-        return [dense] * text["num_hidden_layers"]
-    width = text.get("moe_intermediate_size") or text["intermediate_size"]
-    expert = _gated(text, width)
-    always = attention + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
-    sparse = _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
-    return [sparse if _is_sparse(text, i) else dense for i in range(text["num_hidden_layers"])]
+    kinds = [dense] * text["num_hidden_layers"]
+    if _num_experts(text):
+        width = text.get("moe_intermediate_size") or text["intermediate_size"]
+        expert = _gated(text, width)
+        always = attention + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
+        sparse = _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
+        kinds = [sparse if _is_sparse(text, i) else dense for i in range(text["num_hidden_layers"])]
+    indexers = (_indexer(text, i) for i in range(text["num_hidden_layers"]))
+    return [replace(layer, vectors=layer.vectors + norm, indexer=matrices)
+            for layer, (matrices, norm) in zip(kinds, indexers, strict=True)]  # fmt: skip
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
@@ -194,18 +214,22 @@ def _attention(text: HFConfig) -> tuple[int, int]:
 
 
 def _latent_attention(text: HFConfig) -> tuple[int, int]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with a sparse indexer where there is one (V3.2)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     hidden, heads, kv_rank = text["hidden_size"], text["num_attention_heads"], text["kv_lora_rank"]
     query, rope = text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["qk_rope_head_dim"]
     q_rank, value = text.get("q_lora_rank"), text["v_head_dim"]
     matrices = hidden * (kv_rank + rope) + kv_rank * heads * (text["qk_nope_head_dim"] + value) + heads * value * hidden
     matrices += (hidden + heads * query) * q_rank if q_rank else hidden * heads * query
     vectors = kv_rank + (q_rank or 0)
-    if text.get("index_head_dim"):
-        index_heads, index_dim = text["index_n_heads"], text["index_head_dim"]
-        matrices += q_rank * index_heads * index_dim + hidden * (index_dim + index_heads)
-        vectors += 2 * index_dim
     return matrices, vectors
+
+
+def _indexer(text: HFConfig, layer: int) -> tuple[int, int]:
+    """Weights of the matrices, and of the norm, by which a layer chooses keys (DeepSeek-V3.2)."""
+    if not text.get("index_head_dim") or (text.get("indexer_types") or {layer: "full"})[layer] == "shared":
+        return 0, 0
+    heads, dim = text["index_n_heads"], text["index_head_dim"]
+    return text["q_lora_rank"] * heads * dim + text["hidden_size"] * (dim + heads), 2 * dim
 
 
 def _shared_experts(text: HFConfig, width: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.paths import RunPaths
+from prime_hpc.config.checks import largest_group
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import gpus_per_replica
 from prime_hpc.observe.monitor import Row, read_metrics
@@ -86,8 +87,15 @@ def read_timings(paths: RunPaths, rows: list[Row]) -> Timings | None:
 def setting_of(config: RunConfig) -> Setting:
     """What the run was started with."""
     wanted = config.orchestrator
-    return Setting(wanted.batch_size, wanted.group_size, wanted.inflight, wanted.max_staleness,
+    return Setting(wanted.batch_size, _mean_group(config), wanted.inflight, wanted.max_staleness,
                    wanted.max_lead)  # fmt: skip
+
+
+def _mean_group(config: RunConfig) -> int:
+    """Rollouts of a group, where sources have groups of different sizes by their shares."""
+    sizes = [source.group_size or config.orchestrator.group_size for source in config.env.train]
+    shares = [source.ratio for source in config.env.train]
+    return round(np.average(sizes, weights=shares)) if sizes else config.orchestrator.group_size
 
 
 def alternatives(config: RunConfig, plan: RunPlan) -> Iterator[tuple[Setting, list[str]]]:
@@ -104,7 +112,7 @@ def alternatives(config: RunConfig, plan: RunPlan) -> Iterator[tuple[Setting, li
         left = total - count * each
         if count == engines or count * each % node or left % node:
             continue
-        inflight = max(base.group_size, base.max_inflight * count // engines)
+        inflight = max(largest_group(config), base.max_inflight * count // engines)
         setting = replace(base, max_inflight=inflight, ranks=left / ranks)
         yield setting, [f"inference.replicas={count}", f"trainer.ranks={left}", f"orchestrator.max_inflight={inflight}",
                         *_nodes(config, count * each // node, left // node)]  # fmt: skip

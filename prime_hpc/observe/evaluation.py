@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_FIGURE = re.compile(r"eval/(?P<source>.+?)/(?P<name>reward|errors|avg@\d+|pass[@^]\d+)")
+_FIGURE = re.compile(r"eval/(?!.+/rewards/)(?P<source>.+?)/(?P<name>reward|errors|avg@\d+|pass[@^]\d+)")
 
 
 def newest_evaluation(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

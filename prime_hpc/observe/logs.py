@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from prime_hpc.cluster.files import list_fresh
+from prime_hpc.cluster.log_lines import to_text
 
 _NAME = re.compile(r"(?P<process>[\w.+-]+?)(?:\.restart_(?P<restart>\d+))?\.(?:log|out|err)")
 _CLOCK = re.compile(r"^(?:\([^)]*\) |\[rank\d+\]:)*(?:[A-Z]+ +)?(?:\[[EWIF]\d{4} )?(?:\d\d-\d\d )?"
@@ -42,6 +43,7 @@ class LogFile:
             content = file.read().decode(errors="replace")
         texts = content.removesuffix("\n").split("\n") if content else []
         texts = [text.removesuffix("\r").rpartition("\r")[2] for text in texts]  # progress bars overwrite themselves
+        texts = [to_text(text) for text in texts]
         times = _times(texts, self.path.stat().st_mtime)
         return [LogLine(skipped + i, text, time) for i, (text, time) in enumerate(zip(texts, times, strict=True), 1)]
 

@@ -89,12 +89,14 @@ def _start_step(role: Role) -> int:
 
 
 def _start_wandb(role: Role) -> Any:
-    """A W&B run whose id is the run's name, so that a later attempt goes on in the same run.
+    """A W&B run whose id is the run's name, so that a later attempt goes on in the same run. Points of different sweeps
+    may have the same name: their ids begin with the sweep's.
 
     Raises:
         ConfigurationError: the package or, online, the key is missing.
     """
-    mode = role.config.monitor.wandb
+    monitor, sweep = role.config.monitor, role.paths.sweep
+    mode = monitor.wandb
     try:
         import wandb
     except ImportError as error:
@@ -103,10 +105,13 @@ def _start_wandb(role: Role) -> Any:
     if mode == "online" and not os.environ.get("WANDB_API_KEY"):
         raise ConfigurationError([ConfigProblem("monitor.wandb", mode, "offline, or WANDB_API_KEY in the environment")])
     run = wandb.init(
-        project=role.config.monitor.wandb_project,
-        entity=role.config.monitor.wandb_entity,
+        project=monitor.wandb_project,
+        entity=monitor.wandb_entity,
+        group=monitor.wandb_group or sweep,
+        tags=monitor.wandb_tags or None,
+        notes=monitor.wandb_notes,
         name=role.plan.name,
-        id=role.plan.name,
+        id=f"{sweep}.{role.plan.name}" if sweep else role.plan.name,
         resume="allow",
         mode=mode,
         dir=role.paths.root,

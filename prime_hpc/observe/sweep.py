@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 
 from prime_hpc.cluster.files import list_fresh, read_json
+from prime_hpc.cluster.paths import SWEEP
 from prime_hpc.observe.ledger import read_ledger
 from prime_hpc.observe.run_facts import RunFacts, read_run
 from prime_hpc.observe.status import REWARD, take_status
 
-FILE = "sweep.json"
 WINDOW = 5
 """Steps that rewards are averaged over."""
 
@@ -35,7 +35,7 @@ class PointResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_sweep(folder: Path) -> list[PointResult]:
     """Every point that the sweep has taken down, or where it has not, every run in `folder`."""
-    record = read_json(folder / FILE)
+    record = read_json(folder / SWEEP)
     points = record["points"] if record else [
         {"name": name, "overrides": []} for name in sorted(list_fresh(folder)) if (folder / name / "plan.json").exists()
     ]  # fmt: skip

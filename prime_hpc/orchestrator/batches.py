@@ -18,7 +18,7 @@ from prime_hpc.algorithms.filters import (
 from prime_hpc.algorithms.packing import pack_batch
 from prime_hpc.algorithms.staleness import Lineages, discounted, restrict, token_staleness
 from prime_hpc.algorithms.trajectories import trajectories
-from prime_hpc.config.checks import source_algorithm
+from prime_hpc.config.checks import group_size, source_algorithm
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import CorruptData
 from prime_hpc.orchestrator.groups import Group
@@ -60,10 +60,16 @@ class Batch:
     samples: list[Sample]
     groups: list[Group]
     dropped: Dropped
-    staleness: np.ndarray
+    ages: dict[str, np.ndarray]
+    """Staleness of the tokens that may train, by source."""
     journal_offset: int = 0
     lr: float | None = None
     """Peak learning rate from this step on, where it was changed while the run worked."""
+
+    @property
+    def staleness(self) -> np.ndarray:
+        """Of the tokens of all sources."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.ages.values()])
 
     @property
     def rollouts(self) -> list[RolloutDone]:
@@ -105,8 +111,9 @@ class BatchMaker:
         Raises:
             CorruptData: other samples come out than were cut.
         """
-        size, cut = self._config.orchestrator.group_size, recorded.cut
-        groups = [Group.restored(group.opened, group.done, size) for group in recorded.groups]
+        cut = recorded.cut
+        groups = [Group.restored(group.opened, group.done, group_size(self._config, group.opened.source))
+                  for group in recorded.groups]  # fmt: skip
         self._remember(recorded.before.credit)
         bound = self._config.orchestrator.max_staleness if cut.max_staleness is None else cut.max_staleness
         batch = self._make(cut.step, groups, self._lineages.until(cut.lineage), bound)
@@ -127,8 +134,10 @@ class BatchMaker:
             else:
                 samples.append(kept if settings.age_discount == 1 else discounted(kept, step, settings.age_discount))
             dropped.note(sample, reasons)
-        ages = [token_staleness(sample, step) for sample in samples]
-        staleness = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
+        ages: dict[str, list[np.ndarray]] = defaultdict(list)
+        for sample in samples:
+            ages[sample.source].append(token_staleness(sample, step))
+        staleness = {source: np.concatenate(own) for source, own in ages.items()}
         if settings.drop_zero_advantage:
             samples = [_counted(sample, without_zero_advantage, dropped, "zero_advantage") for sample in samples]
         return Batch(step, [s for s in samples if trains(s)], groups, dropped, staleness)

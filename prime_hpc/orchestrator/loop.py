@@ -197,7 +197,7 @@ class Orchestrator:
         batch = replace(batch, journal_offset=self.journal.offset, lr=cut.lr)
         await self.journal.flush()
         self.role.reach("batch.during")
-        self.ledger.note(batch.step, self.load.take_metrics())
+        self.ledger.note(batch.step, self.load.take_metrics() | self.tasks.metrics())
         await self.shelf.put(batch)
         self.versions.shipped = batch.step
         self._give_up()

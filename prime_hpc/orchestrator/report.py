@@ -27,14 +27,17 @@ def batch_metrics(batch: Batch) -> Metrics:
         "batch/groups": len(batch.groups),
         "batch/informative": sum(group.informative for group in batch.groups),
         "batch/errors": sum(r.failure is not None for r in rollouts),
-        "staleness/mean": float(batch.staleness.mean()) if len(batch.staleness) else 0.0,
+        "staleness/mean": _mean(batch.staleness) if len(batch.staleness) else 0.0,
+        "staleness/p90": _quantile(batch.staleness, 0.9) if len(batch.staleness) else 0.0,
         "staleness/max": float(batch.staleness.max(initial=0)),
     }
+    metrics.update({f"train/{source}/staleness": _mean(ages) for source, ages in batch.ages.items() if len(ages)})
     metrics.update({f"dropped/{reason}": float(count) for reason, count in sorted(batch.dropped.items())})
     metrics.update({f"dropped/{reason}/length": _mean(lengths) for reason, lengths in batch.dropped.lengths.items()})
     metrics.update({f"errors/{name}": float(n) for name, n in _failures(rollouts).items()})
     for source in ("all", *sorted({r.source for r in rollouts})):
         metrics.update(_scores(f"train/{source}", [r for r in batch.scored if source in ("all", r.source)]))
+        metrics.update(_solved(f"train/{source}", [g for g in batch.groups if source in ("all", g.source)]))
     return metrics
 
 
@@ -107,19 +110,41 @@ def summarise(rows: dict[int, dict[str, Any]], wall_s: float, idle: Metrics) -> 
 def _scores(prefix: str, scored: list[Rollout]) -> Metrics:
     if not scored:
         return {}
-    metrics = {
-        f"{prefix}/reward": _mean([r.reward for r in scored]),
-        f"{prefix}/completion_tokens": _mean([r.completion_tokens for r in scored]),
-        f"{prefix}/prompt_tokens": _mean([r.prompt_tokens for r in scored]),
-        f"{prefix}/turns": _mean([r.num_turns for r in scored]),
+    stops = Counter(r.stop_condition for r in scored if r.stop_condition)
+    return {
         f"{prefix}/seconds": _mean([r.seconds for r in scored]),
         f"{prefix}/truncated": _mean([r.truncated for r in scored]),
+        **_spread(f"{prefix}/reward", [r.reward for r in scored]),
+        **_spread(f"{prefix}/completion_tokens", [r.completion_tokens for r in scored]),
+        **_spread(f"{prefix}/prompt_tokens", [r.prompt_tokens for r in scored]),
+        **_spread(f"{prefix}/turns", [r.num_turns for r in scored]),
+        **{f"{prefix}/stop/{condition}": count / len(scored) for condition, count in sorted(stops.items())},
+        **_means(f"{prefix}/seconds", [r.phases for r in scored]),
+        **_means(f"{prefix}/rewards", [r.rewards for r in scored]),
+        **_means(prefix, [r.metrics for r in scored]),
+        **{f"{prefix}/{agent}/reward": _mean(rewards) for agent, rewards in _seats(scored).items()},
     }
-    for name in sorted({name for r in scored for name in r.metrics}):
-        metrics[f"{prefix}/{name}"] = _mean([r.metrics[name] for r in scored if name in r.metrics])
-    for name in sorted({name for r in scored if len(r.rewards) > 1 for name in r.rewards}):
-        metrics[f"{prefix}/reward/{name}"] = _mean([r.rewards[name] for r in scored if name in r.rewards])
-    return metrics | {f"{prefix}/{agent}/reward": _mean(rewards) for agent, rewards in _seats(scored).items()}
+
+
+def _solved(prefix: str, groups: list[Group]) -> Metrics:
+    """Shares of the groups whose rewards are all 1 or more, all 0 or less, and anything else."""
+    rewards = [[r.reward for r in group.scored] for group in groups if group.scored]
+    if not rewards:
+        return {}
+    found = ["all" if min(each) >= 1 else "none" if max(each) <= 0 else "some" for each in rewards]
+    return {f"{prefix}/solved_{name}": found.count(name) / len(found) for name in ("all", "some", "none")}
+
+
+def _spread(name: str, values: list[Any]) -> Metrics:
+    """The mean under `name`, and below it how far values lie apart."""
+    return {name: _mean(values), f"{name}/p10": _quantile(values, 0.1), f"{name}/p90": _quantile(values, 0.9),
+            f"{name}/max": float(max(values))}  # fmt: skip
+
+
+def _means(prefix: str, named: list[dict[str, float]]) -> Metrics:
+    """Mean of each name over those that have it."""
+    names = sorted({name for each in named for name in each})
+    return {f"{prefix}/{name}": _mean([each[name] for each in named if name in each]) for name in names}
 
 
 def _seats(scored: list[Rollout]) -> dict[str, list[float]]:
@@ -136,5 +161,9 @@ def _failures(rollouts: list[Rollout]) -> Counter:
     return Counter([f.kind for f in failures] + [f"{f.kind}/{f.type}" for f in failures])
 
 
-def _mean(values: list[Any]) -> float:
+def _mean(values: Sequence[Any] | np.ndarray) -> float:
     return float(np.mean(values))
+
+
+def _quantile(values: Sequence[Any] | np.ndarray, share: float) -> float:
+    return float(np.quantile(values, share))

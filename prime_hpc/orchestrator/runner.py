@@ -1,12 +1,14 @@
 """Runs one rollout to its end: picks an engine, retries what is nobody's fault, keeps the error budget."""
 
 import asyncio
+import random
 from dataclasses import asdict
+from typing import Any
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.algorithm import OPSD
 from prime_hpc.config.checks import sampled_by, scored_by, source_adapter, source_algorithm, source_name
-from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.env import SamplingConfig, SourceConfig
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.budget import ErrorBudget
 from prime_hpc.orchestrator.env_pool import EnvPool
@@ -42,7 +44,7 @@ class Runner:
         budget = self._budgets[source]
         for attempt in range(self._config.env.retries + 1):
             async with budget.turn():
-                done = await self._try(f"{rollout_id}-{attempt}", source, task_index, version, evaluate)
+                done = await self._try(rollout_id, attempt, source, task_index, version, evaluate)
                 budget.account(done.rollout.failure)
             failure = done.rollout.failure
             if failure is None or failure.kind == "environment":
@@ -74,15 +76,16 @@ class Runner:
         for budget in self._budgets.values():
             budget.closed = True
 
-    async def _try(self, rollout_id: str, source: str, task_index: int, version: PolicyVersion,
+    async def _try(self, rollout_id: str, attempt: int, source: str, task_index: int, version: PolicyVersion,
                    evaluate: bool) -> RolloutDone:  # fmt: skip
+        number = rollout_id.rpartition("-")[2]
         teacher = None if evaluate else sampled_by(self._config, source)
         engine = self._frozen.pick(teacher) if teacher else await self._fleet.pick()
         adapter = source_adapter(self._config, self._sources[source])
         own = Endpoint(base_url=engine.base_url, model=adapter or self._config.model.served_name)
         sampler = self._frozen.endpoint(teacher, engine) if teacher else own
         request = RunRollout(
-            rollout_id=rollout_id,
+            rollout_id=f"{rollout_id}-{attempt}",
             task_index=task_index,
             base_url=sampler.base_url,
             model=sampler.model,
@@ -90,7 +93,7 @@ class Runner:
             teacher=teacher is not None,
             reference=None if evaluate else self._reference(source, own),
             version=version,
-            sampling=asdict(self._sources[source].sampling),
+            sampling=request_sampling(self._sources[source].sampling, task_index, number),
             evaluate=evaluate,
             time_limit_s=self._config.env.rollout_timeout_s,
             adapter=adapter,
@@ -116,3 +119,11 @@ class Runner:
     def pauses(self, source: str) -> bool:
         """Whether a source is past its error budget: then one episode at a time says whether it goes on."""
         return self._budgets[source].paused is not None
+
+
+def request_sampling(sampling: SamplingConfig, task_index: int, number: str) -> dict[str, Any]:
+    """The parameters of a request, of the rollout of that number of a task; what is left out is the engine's choice."""
+    given = {name: value for name, value in asdict(sampling).items() if value is not None and value != []}
+    if sampling.seed is not None:
+        given["seed"] = random.Random(f"{sampling.seed}/{task_index}/{number}").getrandbits(31)
+    return given | given.pop("extra")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from prime_hpc.cluster.role import Role
+from prime_hpc.config.checks import group_size, largest_group
 from prime_hpc.orchestrator.concurrency import Throttle
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.journal import GroupOpened, GroupsDropped, Journal, JournalState, RolloutFinished
@@ -28,7 +29,8 @@ class Scheduler:
         self.given_up: dict[str, list[float]] = defaultdict(list)
         """Of every rollout that was given up since anybody looked, by reason, the seconds since its group began."""
         self.closed = self.paused = False
-        self.throttle = Throttle(settings.inflight, settings.group_size,
+        self._config, self._largest = role.config, largest_group(role.config)
+        self.throttle = Throttle(settings.inflight, self._largest,
                                  (settings.max_staleness + 1) * settings.batch_size)  # fmt: skip
         self.completed = 0
         """Rollouts that ended without a failure."""
@@ -80,7 +82,7 @@ class Scheduler:
     def restore(self, state: JournalState) -> None:
         """Groups of an earlier start: finished rollouts return, missing ones run again under the same task."""
         for recorded in state.groups.values():
-            group = Group.restored(recorded.opened, recorded.done, self._settings.group_size)
+            group = Group.restored(recorded.opened, recorded.done, group_size(self._config, recorded.opened.source))
             if group.finished:
                 self._finish(group)
             else:
@@ -129,22 +131,23 @@ class Scheduler:
             self._journal.append(GroupsDropped(group_ids=[g.group_id for g in groups], reason=reason))
 
     def _may_open(self) -> bool:
-        """Room among running rollouts, no full batch waiting, and nothing sampled that is bound to be too old."""
-        size = self._settings.group_size
-        ahead = sum(g.size for g in self.open.values()) + self.ready_rollouts + size
+        """Room for any group among running rollouts, no full batch waiting, and nothing sampled that is bound to be too
+        old."""
+        ahead = sum(g.size for g in self.open.values()) + self.ready_rollouts
         return (
             not self.closed
             and not self.paused
             and len(self._resting()) < len(self._stream.sources)
             and self._versions.lead < self._settings.max_lead + 1
             and self.ready_rollouts < self._settings.batch_size
-            and self.inflight + size <= self.limit
-            and ahead <= (self._settings.max_staleness + 1 - self._versions.lead) * self._settings.batch_size
+            and self.inflight + self._largest <= self.limit
+            and ahead < (self._settings.max_staleness + 1 - self._versions.lead) * self._settings.batch_size
         )
 
     def _draw(self) -> Group:
         source, draw, index = self._stream.draw(self._versions.shipped + 1, self._resting())
-        group = Group(uuid.uuid4().hex[:12], source, index, self._versions.served, self._settings.group_size)
+        size = group_size(self._config, source)
+        group = Group(uuid.uuid4().hex[:12], source, index, self._versions.served, size)
         opened = GroupOpened(group_id=group.group_id, source=source, draw=draw, task_index=index, version=group.version)
         self._journal.append(opened)
         self.open[group.group_id] = group

@@ -38,6 +38,11 @@ class TaskStream:
         if rewards:
             self._samplers[source].observe(task, sum(rewards) / len(rewards))
 
+    def metrics(self) -> dict[str, float]:
+        """Tasks in each pool of the sources that have pools; names as in docs/metrics.md."""
+        return {f"pools/{name}/{pool}": float(size) for name, sampler in self._samplers.items()
+                for pool, size in sampler.sizes().items()}  # fmt: skip
+
     def state(self) -> dict[str, Any]:
         """Plain data, for the journal."""
         samplers = {name: sampler.state() for name, sampler in self._samplers.items()}

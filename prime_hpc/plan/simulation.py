@@ -23,7 +23,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Setting:
-    """What may be changed; `ranks` is the number of trainer ranks over that of the measured run."""
+    """What may be changed; `ranks` is the number of trainer ranks over that of the measured run, `group_size` the mean
+    where sources differ."""
 
     batch_size: int
     group_size: int
@@ -94,7 +95,7 @@ class _Run:
         return (
             self.ready < setting.batch_size
             and self.running + setting.group_size <= max(setting.max_inflight, setting.group_size)
-            and self.opened + setting.group_size <= fresh
+            and self.opened < fresh
         )
 
     def _open(self) -> None:

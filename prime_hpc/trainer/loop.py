@@ -110,17 +110,17 @@ def forward_backward(
     """Accumulate the gradient of the batch's loss under the weights of `version`; the result is alike on all ranks."""
     rows = [(micro, split_by_adapter(micro)) for micro in batch.micro_batches]
     counts = _count_tokens(policy, [part for _, parts in rows for part in parts], world)
-    hf_config, totals = policy.config.to_dict(), BatchTotals()
+    hf_config, totals, apart = policy.config.to_dict(), BatchTotals(), len(config.env.train) > 1
     for i, (micro, parts) in enumerate(rows):
         if config.trainer.gather_once:
             hold_gathered(policy, last=i == len(rows) - 1)
-        tensors = MicroBatchTensors.of(micro, world.device)
+        tensors = MicroBatchTensors.of(micro, world.device, by_source=apart)
         with watch.on(world.device, "forward"):
             logprobs, entropy = policy(PackedRow.of(micro, tensors, batch.images))
             loss = torch.zeros((), device=world.device)
             for part in parts:
                 tenant = policy.tenant_of(part.adapter)
-                theirs = tensors if len(parts) == 1 else MicroBatchTensors.of(part.micro, world.device)
+                theirs = tensors if len(parts) == 1 else MicroBatchTensors.of(part.micro, world.device, by_source=apart)
                 own, metrics = compute_loss(logprobs[part.tokens], entropy[part.tokens], theirs, config.loss,
                                             counts[tenant], version.pack())  # fmt: skip
                 loss = loss + own

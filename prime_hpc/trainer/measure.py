@@ -108,10 +108,8 @@ class BatchResult:
     def metrics(self) -> dict[str, float]:
         """Averages by name; a name without members is left out. The mismatch also says over how many tokens."""
         means = {name: total / count for name, (total, count) in self.pairs.items() if count}
-        if "mismatch/abs" in means:
-            means["mismatch/abs_mean"] = means.pop("mismatch/abs")
-        if "mismatch/abs" in self.pairs:
-            means["mismatch/tokens"] = self.pairs["mismatch/abs"][1]
+        if "mismatch/abs_mean" in self.pairs:
+            means["mismatch/tokens"] = self.pairs["mismatch/abs_mean"][1]
         if self.replayed:
             means["moe/replayed"] = self.replayed / self.tokens
         adapters = {f"adapter/{tenant}/loss": loss for tenant, loss in self.losses.items() if tenant != WHOLE}

@@ -230,11 +230,12 @@ class NativePolicy(PolicyModel):
         super().__init__(lm.model, lm.lm_head, config, backend, chunk)
         self.conversion = lm.conversion
         self._load = ExpertLoad(lm)
+        self._top_k: int | None = getattr(config, "index_topk", None)
 
     def hidden_states(self, part: Part) -> Tensor:
         """Neither padding nor rows that train nothing count as load of the experts."""
         row = part.row
-        attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device)
+        attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device, self._top_k)
         hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
         counted = part.real if len(row.scored) else 0
         self._load.add([layer[:counted] for layer in chosen])
@@ -243,6 +244,8 @@ class NativePolicy(PolicyModel):
     def extend(
         self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: CachedAttention | None
     ) -> tuple[Tensor, CachedAttention]:
+        if self._top_k and mask.shape[1] > self._top_k:
+            raise NotImplementedError(f"sampling by the trainer beyond {self._top_k} tokens, where an indexer chooses")
         cache = cache or CachedAttention()
         cache.begin(mask)
         hidden, _ = self.model(token_ids.flatten(), positions.flatten(), cache)
@@ -297,7 +300,8 @@ def _prepare_blocks(policy: PolicyModel, trainer: TrainerConfig, world: World) -
 def _is_one_graph(policy: PolicyModel, mesh: Mesh) -> bool:
     """Whether nothing in a block is beyond the compiler: a block of our own, whole on every rank, and its attention."""
     whole = policy.lora is None and mesh.cp is None and mesh.tp is None and mesh.ep is None
-    return policy.impl == "native" and whole and policy.backend in varlen.KERNELS
+    chooses = getattr(policy.config, "index_topk", None) is not None  # what was chosen is remembered outside
+    return policy.impl == "native" and whole and not chooses and policy.backend in varlen.KERNELS
 
 
 def _reshards(trainer: TrainerConfig, ranks: int) -> bool:

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_hpc.cluster.files import read_json
+from prime_hpc.config.renderer import renderer_config, template_options
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.sft_rows import Conversation, problem
 from prime_hpc.errors import ConfigProblem, ConfigurationError
@@ -37,15 +39,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
+def make_render(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Render:
     """How rows become tokens: a renderer of the `renderers` package, or the tokenizer's chat template (`default`)."""
-    if renderer == "default":
-        return lambda row: render_template(tokenizer, row)
+    if model.renderer == "default":
+        return lambda row: render_template(tokenizer, row, **template_options(model))
     # here and not above: the package takes a second to load, and only rows of this kind need it
     from renderers import build_training_sample, create_renderer
-    from renderers.configs import config_from_name
 
-    typed = create_renderer(tokenizer, config_from_name(renderer))
+    typed = create_renderer(tokenizer, renderer_config(model))
 
     def render(row: Conversation) -> Row:
         sample = build_training_sample(typed, row.messages, tools=row.tools, ensure_final_stop=True,
@@ -73,18 +74,19 @@ def render_rows(render: Render, rows: list[Conversation]) -> list[Row]:
     return rendered
 
 
-def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Row:
+def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation, **options: Any) -> Row:
     """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token.
+    `options` are variables of the template.
 
     Raises:
         ConfigurationError: the template rewrites earlier turns, so that no row of the conversation shows them all.
     """
-    token_ids = _apply(tokenizer, row, len(row.messages))
+    token_ids = _apply(tokenizer, row, len(row.messages), **options)
     mask = np.zeros(len(token_ids), dtype=bool)
     for i, message in enumerate(row.messages):
         if message["role"] == "assistant":
-            start = len(_prefix(tokenizer, row, i, token_ids, add_generation_prompt=True))
-            end = len(_prefix(tokenizer, row, i + 1, token_ids))
+            start = len(_prefix(tokenizer, row, i, token_ids, add_generation_prompt=True, **options))
+            end = len(_prefix(tokenizer, row, i + 1, token_ids, **options))
             mask[start : _end_of_reply(tokenizer, token_ids, start, end)] = True
     return Row(np.array(token_ids, dtype=np.int32), mask)
 
@@ -114,14 +116,14 @@ def batch_rows(rows: int, batch_size: int, step: int, seed: int, shuffle: bool) 
     return [(p // rows, int(orders[p // rows][p % rows])) for p in positions]
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, row: Conversation, messages: int, **kwargs: bool) -> list[int]:
+def _apply(tokenizer: PreTrainedTokenizerBase, row: Conversation, messages: int, **kwargs: Any) -> list[int]:
     """The rendering of the first `messages`."""
     return tokenizer.apply_chat_template(row.messages[:messages], tools=row.tools, tokenize=True, return_dict=False,
                                          **kwargs)  # fmt: skip
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase, row: Conversation, messages: int, whole: list[int],
-            **kwargs: bool) -> list[int]:  # fmt: skip
+            **kwargs: Any) -> list[int]:  # fmt: skip
     """The rendering of the first `messages`, which must begin that of the whole row."""
     part = _apply(tokenizer, row, messages, **kwargs)
     if whole[: len(part)] != part:

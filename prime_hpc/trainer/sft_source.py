@@ -29,7 +29,7 @@ class SFTSource:
         if len(conversations) <= held_out:
             expected = f"fewer than the {len(conversations)} rows of {sft.data}"
             raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
-        rows = render_rows(make_render(tokenizer, model.renderer), conversations)
+        rows = render_rows(make_render(tokenizer, model), conversations)
         self._rows = _trainable(role, rows[: len(rows) - held_out])
         self._probe = Probe(_trainable(role, rows[-held_out:]), sft.probe, world, tokenizer.eos_token_id,
                             role.config.seed) if held_out else None  # fmt: skip

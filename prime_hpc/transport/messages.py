@@ -7,7 +7,7 @@ Directions:
     orchestrator -> trainer rank: RankBatch
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -135,7 +135,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One episode as the orchestrator sees it: its samples, its reward, or its failure (never both).
 
     `seats` are those that the policy played, in the order of their samples. `images` holds the encoded images (PNG,
-    JPEG) that the policy was shown, by digest.
+    JPEG) that the policy was shown, by digest. `phases` are the parts of its `seconds`, by name.
     """
 
     rollout_id: str
@@ -153,6 +153,7 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncated: bool = False
     stop_condition: str = ""
     seconds: float = 0.0
+    phases: dict[str, float] = {}
     failure: Failure | None = None
 
 
@@ -191,7 +192,7 @@ class RunRollout(msgspec.Struct, kw_only=True, tag=True):
     base_url: str
     model: str
     version: PolicyVersion
-    sampling: dict[str, float | int | str | None]
+    sampling: dict[str, Any]
     evaluate: bool = False
     time_limit_s: float = 600.0
     key_variable: str | None = None

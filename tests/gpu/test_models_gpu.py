@@ -14,6 +14,7 @@ from prime_hpc.models.attention import choose_backend, open_attention
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.grouped import grouped_matmul, multiply_by_loop
 from prime_hpc.models.grouped_fp8 import compute_padded, scaled_grouped_matmul
+from prime_hpc.models.indexed import IndexedAttention, attend_to_chosen
 from prime_hpc.models.moe import MixtureOfExperts, Routing
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
@@ -67,6 +68,25 @@ def test_grouped_kernel_equals_the_loop_also_where_a_group_is_empty():
     wanted = torch.autograd.grad(expected, [rows, weights], upstream)
     for gradient, other in zip(torch.autograd.grad(output, [rows, weights], upstream), wanted, strict=True):
         assert_close(gradient, other, 0.01)
+
+
+def test_attention_over_chosen_keys_follows_float64_on_the_cpu():
+    torch.manual_seed(0)
+    seq_lens, n = [1500, 700], 2200
+    query, keys = (torch.randn(*shape, 576, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+                   for shape in ((n, 8), (n,)))  # fmt: skip
+    places = torch.arange(n, device=DEVICE)
+    row = IndexedAttention(open_attention("sdpa", seq_lens, DEVICE), seq_lens, 256, places)
+    chosen = row.choose(query[..., :128].detach(), keys[:, :128].detach(), torch.rand(n, 8, device=DEVICE))
+    assert (chosen <= places[:, None]).all() and ((chosen[1500:] >= 1500) | (chosen[1500:] < 0)).all()
+    output = row.over(query, keys, chosen, 512, 0.05)
+    exact = [x.detach().cpu().double().requires_grad_() for x in (query, keys)]
+    expected = attend_to_chosen(*exact, chosen.cpu(), 512, 0.05)[0]
+    assert_close(output.cpu(), expected, 0.01)
+    upstream = torch.randn_like(output)
+    wanted = torch.autograd.grad(expected, exact, upstream.cpu().double())
+    for gradient, other in zip(torch.autograd.grad(output, (query, keys), upstream), wanted, strict=True):
+        assert_close(gradient.cpu(), other, 0.02)
 
 
 needs_hopper = pytest.mark.skipif(

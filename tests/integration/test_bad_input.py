@@ -236,7 +236,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
         asyncio.run(environment.load_renderer())
     assert str(caught.value).startswith(f"renderer 'default' does not load for {tmp_path}: ")
-    assert str(caught.value).endswith("; set model.renderer or model.tokenizer")
+    assert str(caught.value).endswith("; set model.renderer, its options or model.tokenizer")
 
 
 @pytest.fixture

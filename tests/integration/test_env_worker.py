@@ -196,6 +196,7 @@ def test_reverse_text_from_hello_to_the_end(orchestrator: Orchestrator, engine: 
         assert rollout.rewards == {"reversed_text": rollout.reward}
         assert (rollout.prompt_tokens, rollout.completion_tokens) == (len(prompt), len(reply))
         assert rollout.num_turns == 1 and not rollout.truncated
+        assert 0 < rollout.phases["model"] <= sum(rollout.phases.values()) <= rollout.seconds
         rewards.append(rollout.reward)
     assert {0.0, 1.0} == set(rewards)
     assert "0.1" in engine.salts

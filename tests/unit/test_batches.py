@@ -103,6 +103,14 @@ def recorded(step: int, made: Group, sample_ids: list[str], before: dict[str, di
     return RecordedBatch(cut=cut, groups=groups, offset=7, before=Memory(credit=before))
 
 
+def test_a_batch_made_again_has_groups_of_its_sources_sizes() -> None:
+    config = RunConfig()
+    config.env.train = [SourceConfig(id="words"), SourceConfig(id="sums", group_size=2)]
+    made = group("a", [1.0, 0.0], source="sums")
+    again = BatchMaker(config, Lineages([])).make_again(recorded(1, made, ["a-0/0", "a-1/0"], {}))
+    assert [(each.size, each.finished) for each in again.groups] == [(2, True)]
+
+
 def test_batches_made_again_carry_the_same_advantages() -> None:
     config = RunConfig(algorithm=RAE(decay=0.5))
     config.orchestrator.group_size = 1

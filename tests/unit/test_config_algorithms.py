@@ -52,7 +52,7 @@ def test_presets_set_what_their_papers_set() -> None:
     assert composed("loss=mis").loss == ImportanceLoss(level="sequence", bound="mask", high=2.0)
 
 
-def conflicts(config: RunConfig, prefix: str) -> list[str]:
+def conflicts(config: RunConfig, prefix: str | tuple[str, ...]) -> list[str]:
     return [str(problem) for problem in find_conflicts(config) if problem.key.startswith(prefix)]
 
 
@@ -69,8 +69,8 @@ def test_teachers_must_exist_and_score_what_was_sampled() -> None:
     config.env.train = [SourceConfig(id="words", sampling=SamplingConfig(temperature=0.7))]
     assert conflicts(config, "algorithm") == [
         "algorithm.teacher = 'bug': expected the name of a model under `frozen`; did you mean 'big'?",
-        "algorithm.name = 'opd': expected temperature and top_p of 1 in the source's sampling, since a reference "
-        "scores at temperature 1",
+        "algorithm.name = 'opd': expected temperature and top_p of 1 in the source's sampling, no top_k, min_p or "
+        "penalty, since a reference scores the whole distribution at temperature 1",
     ]
     config.algorithm = OPSD()
     assert conflicts(config, "inference") == [
@@ -136,4 +136,18 @@ def test_shares_and_pools_that_draw_nothing_are_named() -> None:
     config.env.train[1].ratio_schedule = {10: 0.0, 20: 1.0}
     assert conflicts(config, "env.train.0.ratio_schedule") == [
         "env.train.0.ratio_schedule = {0: 1.0, 10: 0.0}: expected a source with a share at step 10"
+    ]
+
+
+def test_each_size_of_a_group_must_suit_its_algorithm_and_the_batch() -> None:
+    config = with_sources(words=None, games=None, sums={"name": "grpo"}, puns={"name": "grpo"})
+    config.orchestrator.batch_size, config.orchestrator.max_inflight = 10, 2
+    for source, size in zip(config.env.train, (None, 2, 1, 4), strict=True):
+        source.group_size = size
+    config.env.eval.sources = [SourceConfig(id="held_out", group_size=3)]
+    assert conflicts(config, ("orchestrator", "env.train", "env.eval")) == [
+        "env.train.2.group_size = 1: expected at least 2: algorithm=grpo compares a group",
+        "orchestrator.batch_size = 10: expected a multiple of env.train.3.group_size = 4",
+        "orchestrator.max_inflight = 2: expected at least env.train.3.group_size = 4",
+        "env.eval.sources.0.group_size = 3: expected to be left out: env.eval.rollouts_per_task says it",
     ]

@@ -40,7 +40,7 @@ def test_all_problems_come_at_once():
     [
         ({"max_step": 1}, "max_step", "max_steps"),
         ({"orchestrator": {"max_stalenes": 1}}, "orchestrator.max_stalenes", "max_staleness"),
-        ({"env": {"train": [{"id": "m", "sampling": {"top": 1}}]}}, "env.train.0.sampling.top", "top_p"),
+        ({"env": {"train": [{"id": "m", "sampling": {"topp": 1}}]}}, "env.train.0.sampling.topp", "top_p"),
         ({"trainer": {"sft": {"dta": "x"}}}, "trainer.sft.dta", "data"),
         ({"zzzzzz": 1}, "zzzzzz", None),
     ],

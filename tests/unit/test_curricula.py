@@ -140,3 +140,9 @@ def test_a_stream_goes_on_behind_the_last_record_of_the_journal() -> None:
     resumed = stream()
     resumed.restore(journal)
     assert [resumed.draw(9) for _ in range(60)] == [straight.draw(9) for _ in range(60)]
+
+
+def test_a_stream_tells_how_many_tasks_each_pool_has() -> None:
+    tasks = stream()
+    tasks.observe("a", 0, [1.0])
+    assert tasks.metrics() == {"pools/a/unseen": 29, "pools/a/hard": 0, "pools/a/normal": 0, "pools/a/easy": 1}

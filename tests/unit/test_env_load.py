@@ -5,11 +5,9 @@ import pytest
 
 from prime_hpc.config.env import EnvConfig, EvalConfig, SourceConfig
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sections import ModelConfig
 from prime_hpc.envs.load import (
     bundled_environments,
     check_source,
-    find_renderer_problems,
     find_source_problems,
     module_name,
 )
@@ -41,14 +39,6 @@ def test_a_file_in_place_of_a_module_is_told_apart() -> None:
     [problem] = check_source(SourceConfig(id="./tickets.py"))
     assert str(problem) == ("env.train.id = './tickets.py': expected the name of a module, not of its file, which "
                             "lies where the launch begins or in PYTHONPATH; did you mean 'tickets'?")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"), [("default", None), ("qwen3", None), ("qwen33", "qwen3"), ("glm5", "glm-5")]
-)
-def test_a_renderer_that_is_none_is_named_with_the_nearest(name: str, nearest: str | None) -> None:
-    problems = find_renderer_problems(RunConfig(model=ModelConfig(renderer=name)))
-    assert [(p.key, p.value, p.nearest) for p in problems] == ([("model.renderer", name, nearest)] if nearest else [])
 
 
 def test_every_source_of_a_run_is_checked() -> None:

@@ -277,3 +277,14 @@ def test_images_that_cannot_be_kept_with_their_tokens_do_not_train(ids: list[int
     asked = msgspec.structs.replace(REQUEST, evaluate=True)
     rollout = make_rollout(asked, "s", make_episode(trace), {trace.id: []}, 32, 1.5)
     assert rollout.failure is None and rollout.reward == 1.0 and rollout.images == {}
+
+
+def test_phases_of_an_episode_are_those_that_verifiers_measured() -> None:
+    trace = make_trace(said(None, [1]), replied(0, [], [2]))
+    for name, start, end in (("boot", 1, 2), ("setup", 2, 4), ("agent", 4, 12), ("scoring", 12, 15)):
+        getattr(trace.timing, name).start = start
+        getattr(trace.timing, name).end = end
+    trace.timing.agent.model.duration, trace.timing.agent.harness.duration = 5.0, 3.0
+    assert rollout_of(make_episode(trace)).phases == {
+        "boot": 1.0, "setup": 2.0, "model": 5.0, "harness": 3.0, "finalize": 0.0, "scoring": 3.0,
+    }  # fmt: skip

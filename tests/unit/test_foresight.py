@@ -11,11 +11,13 @@ import yaml
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from prime_hpc.config import compose
+from prime_hpc.config.compose import compose_run
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 from prime_hpc.models import activations
 from prime_hpc.models.attention import open_attention
-from prime_hpc.models.families import load_family
+from prime_hpc.models.degrees import find_parallel_problems
+from prime_hpc.models.families import choose_implementation, load_family
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.devices import GIB, known_device
 from prime_hpc.plan.disk import disk_use
@@ -347,3 +349,31 @@ def test_weights_that_are_divided_by_heads_alone_stay_gathered() -> None:
     kept, freed = (trainer_memory(make_config(ranks=2, parallel={"tp": 2}, reshard_after_forward=given), PLAIN,
                                   on_gpu=True).gpu["gathered weights"] for given in (None, True))  # fmt: skip
     assert kept > freed
+
+
+MIXTURE = {"vocab_size": 151_936, "num_experts_per_tok": 8, "head_dim": 128}
+LARGE = {
+    "qwen3_30b_math": {**MIXTURE, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                       "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+                       "num_key_value_heads": 4, "num_experts": 128},
+    "glm45_air_swe": {**MIXTURE, "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10_944,
+                      "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+                      "num_key_value_heads": 8, "n_routed_experts": 128, "n_shared_experts": 1,
+                      "first_k_dense_replace": 1},
+    "glm5_swe": {**MIXTURE, "model_type": "glm_moe_dsa", "hidden_size": 6144, "intermediate_size": 12_288,
+                 "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64,
+                 "num_key_value_heads": 64, "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3,
+                 "kv_lora_rank": 512, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+                 "v_head_dim": 256, "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128},
+}  # fmt: skip
+"""Sizes of the models that the large experiments are for."""
+
+
+@pytest.mark.parametrize("experiment", LARGE)
+def test_large_experiments_fit_the_gpus_that_they_ask_for(experiment: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE[experiment]))
+    config = compose_run([f"+experiment={experiment}", f"model.path={tmp_path}", "cluster.gpu=H200"])
+    assert choose_implementation(config, LARGE[experiment]) == "native"
+    assert find_parallel_problems(config) == []
+    foresight = foresee(build_plan(config, tmp_path / "mine", Attempt(), gpus=0), config, LARGE[experiment])
+    assert [words for words in foresight.warnings if not words.startswith("the run needs about")] == []

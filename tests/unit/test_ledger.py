@@ -81,6 +81,7 @@ def test_energy_is_that_of_all_jobs_where_slurm_measures_it(
 @pytest.mark.parametrize(("setting", "timings", "step_s"), [
     (Setting(8, 4, max_inflight=8, max_staleness=0), STEADY, 3.0),  # sampled and trained in turn
     (Setting(8, 4, max_inflight=8, max_staleness=8), STEADY, 2.0),  # sampling is the slower side
+    (Setting(8, 3, max_inflight=9, max_staleness=0), STEADY, 3.0),  # groups that fill no batch exactly
     (Setting(8, 4, max_inflight=4, max_staleness=8), STEADY, 4.0),  # half of a batch at once
     (Setting(8, 4, max_inflight=16, max_staleness=8), STEADY, 1.0),  # training is the slower side
     (Setting(8, 4, max_inflight=16, max_staleness=8, ranks=0.5), STEADY, 2.0),

@@ -66,7 +66,7 @@ def test_mismatch_counts_masked_tokens_of_the_current_version_only():
     versions[[1, 2]] = PolicyVersion(0, 3).pack()
     metrics = run(row(versions=versions), TokenCounts(8, 0, 0, 2))[2]
     kept = [3, 4, 5, 6, 7, 9]
-    assert metrics["mismatch/abs"] == pytest.approx((sum(abs(LOGPROBS[i] - SAMPLER[i]) for i in kept), 6))
+    assert metrics["mismatch/abs_mean"] == pytest.approx((sum(abs(LOGPROBS[i] - SAMPLER[i]) for i in kept), 6))
     assert metrics["mismatch_kl"][1] == 8
 
 
@@ -205,3 +205,27 @@ def test_counts_add_over_micro_batches_and_survive_a_tensor():
     micro.rl_weights = micro.ce_weights = None
     assert count_tokens([micro]) == plain
     assert TokenCounts.from_tensor(counts.tensor() + plain.tensor()) == TokenCounts(4, 2, 0, 4)
+
+
+def test_sources_of_a_row_are_told_apart_where_that_is_asked_for():
+    def array(values, dtype):
+        return Array.of(values, dtype)
+
+    zeros = array([0] * 5, "f4")
+    versions = array([CURRENT] * 4 + [PolicyVersion(0, 3).pack()], "i8")
+    micro = MicroBatch(token_ids=array([1] * 5, "i4"), mask=array([1, 1, 1, 0, 1], "bool"), logprobs=zeros,
+                       versions=versions, advantages=array([1] * 5, "f4"), temperatures=array([1] * 5, "f4"),
+                       seq_lens=[2, 2, 1], sources=["a", "b", "a"])  # fmt: skip
+    logprobs = double([-0.1, -0.2, -0.5, -9.0, -0.4])
+
+    def measured(**options):
+        tensors = MicroBatchTensors.of(micro, "cpu", **options)
+        return compute_loss(logprobs, -2 * logprobs, tensors, DPPOLoss(), TokenCounts(4, 0, 0, 3), CURRENT)[1]
+
+    told = {name: (float(total), float(count)) for name, (total, count) in measured(by_source=True).items()}
+    assert told["entropy/a"] == pytest.approx((1.4, 3)) and told["entropy/b"] == pytest.approx((1.0, 1))
+    assert told["mismatch/abs_mean/a"] == pytest.approx((0.3, 2)) and told["mismatch/abs_mean/b"][1] == 1
+    for name in ("entropy", "mismatch/abs_mean", "mismatch_kl", "is_masked"):
+        sums = [sum(pair) for pair in zip(told[f"{name}/a"], told[f"{name}/b"], strict=True)]
+        assert told[name] == pytest.approx(sums), name
+    assert not [name for name in measured() if name.endswith(("/a", "/b"))]

@@ -5,6 +5,7 @@ import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,10 +130,40 @@ def test_wandb_online_wants_its_key_in_the_environment(tmp_path, monkeypatch):
         Monitor(role(tmp_path, monitor=MonitorConfig(wandb="online")))
 
 
+def test_wandb_is_told_what_a_run_belongs_to(tmp_path, monkeypatch):
+    told = {}
+
+    def init(**given):
+        told.update(given)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None)
+
+    def of(folder, **options):
+        folder.mkdir()
+        Monitor(role(folder, monitor=MonitorConfig(wandb="offline", **options))).close()
+        return told["id"], told["group"], told["tags"], told["notes"]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert of(tmp_path / "alone") == ("run-a", None, None, None)
+    named = {"wandb_group": "mine", "wandb_tags": ["a", "b"], "wandb_notes": "a longer context"}
+    assert of(tmp_path / "named", **named) == ("run-a", "mine", ["a", "b"], "a longer context")
+    sweep = tmp_path / "sweep-7"
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text("{}")
+    assert of(sweep / "0_seed-1") == ("sweep-7.run-a", "sweep-7", None, None)
+    assert of(sweep / "1_seed-2", wandb_group="mine") == ("sweep-7.run-a", "mine", None, None)
+
+
+@pytest.mark.parametrize(("level", "heard"), [("info", logging.WARNING), ("debug", logging.NOTSET)])
+def test_libraries_tell_every_request_only_where_all_is_wanted(tmp_path, level, heard):
+    role(tmp_path, monitor=MonitorConfig(log_level=level)).quieten(f"talkative_{level}")
+    assert logging.getLogger(f"talkative_{level}").level == heard
+
+
 @pytest.mark.slow
 def test_wandb_offline_writes_a_run_of_the_run_s_name(tmp_path):
     pytest.importorskip("wandb")
-    it = role(tmp_path, monitor=MonitorConfig(wandb="offline"))
+    options = MonitorConfig(wandb="offline", wandb_group="g", wandb_tags=["a"], wandb_notes="n")
+    it = role(tmp_path, monitor=options)
     monitor = Monitor(it)
     monitor.log(1, {"loss": 0.5, "kl": float("nan")})
     monitor.close()

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from prime_hpc.algorithms.staleness import Lineages
 from prime_hpc.config.env import SourceConfig
@@ -15,6 +16,7 @@ from prime_hpc.orchestrator.tasks import TaskStream
 from prime_hpc.transport.messages import Failure, PolicyVersion, Rollout, RolloutDone
 
 GROUP = 4
+WORDS: Mapping[str, int | None] = MappingProxyType({"words": None})
 
 
 class Gate:
@@ -67,14 +69,17 @@ class Clock:
         return self.shipped - self.published.step
 
 
-def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = None, **settings: int) -> Scheduler:
+def make(tmp_path: Path, gate: Gate, clock: Clock, journal: Journal | None = None,
+         sources: Mapping[str, int | None] = WORDS, **settings: int) -> Scheduler:  # fmt: skip
+    """`sources` gives the size of the groups of each."""
     config = RunConfig()
+    config.env.train = [SourceConfig(id=name, group_size=size) for name, size in sources.items()]
     config.orchestrator.group_size, config.orchestrator.batch_size = GROUP, 8
     for key, value in settings.items():
         setattr(config.orchestrator, key, value)
     role = SimpleNamespace(config=config, log=logging.getLogger("test"))
     journal = journal or Journal.start(tmp_path / "journal")
-    stream = TaskStream({"words": SourceConfig(id="words")}, {"words": 100}, 0)
+    stream = TaskStream({source.id: source for source in config.env.train}, dict.fromkeys(sources, 100), 0)
     stream.restore(journal.state)
     return Scheduler(role, gate, stream, clock, journal, has_signal)
 
@@ -285,5 +290,56 @@ def test_a_source_that_pauses_has_one_group_open_to_be_tried(tmp_path: Path) -> 
         await settle()
         assert len(gate.running) == 2 * GROUP
         await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+SIZES = {"words": None, "sums": 6}
+"""A size that does not divide what one batch of the other leaves."""
+
+
+def test_sources_have_groups_of_their_own_size(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock, sources=SIZES, batch_size=12, max_inflight=100, max_staleness=0)
+        task = await started(scheduler)
+        assert sorted((g.source, g.size) for g in scheduler.open.values()) == [("sums", 6), ("words", 4), ("words", 4)]
+        assert len(gate.running) == 14, "a batch without staleness is full, if with more than it needs"
+        await gate.finish_all()
+        assert scheduler.enough(1)
+        assert [len(g.done) == g.size for g in scheduler.take(1)] == [True] * 3
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_groups_of_any_size_wait_for_room_for_the_largest(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock, sources=SIZES, batch_size=12, max_inflight=12)
+        assert scheduler.throttle.limit >= 6
+        task = await started(scheduler)
+        assert len(gate.running) == 10, "6 more might not fit"
+        await stopped(scheduler, task)
+
+    asyncio.run(scenario())
+
+
+def test_a_restored_group_keeps_the_size_of_its_source(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), Clock()
+        scheduler = make(tmp_path, gate, clock, sources=SIZES, batch_size=12, max_inflight=12)
+        task = await started(scheduler)
+        ended = [next(r for r in gate.running if r.startswith(g)) for g in scheduler.open]
+        for rollout_id in ended:
+            gate.running[rollout_id].set_result(None)
+        await settle()
+        task.cancel()
+        await asyncio.wait([task])
+        journal = Journal.reopen(tmp_path / "journal")
+        again = make(tmp_path, Gate(), clock, journal, sources=SIZES, batch_size=12, max_inflight=12)
+        again.restore(journal.state)
+        sizes = {(g.source, g.size, len(g.done)) for g in again.open.values()}
+        assert sizes == {("words", 4, 1), ("sums", 6, 1)}
 
     asyncio.run(scenario())

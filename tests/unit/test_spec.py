@@ -30,6 +30,8 @@ MODELS = {
     "deepseek_v3": dict(MLA, first_k_dense_replace=1),
     "deepseek_v3, full queries": dict(MLA, first_k_dense_replace=2, q_lora_rank=None),
     "glm_moe_dsa": dict(MLA, index_topk=8, index_n_heads=2, index_head_dim=16),
+    "glm_moe_dsa, shared choices": dict(MLA, index_topk=8, index_n_heads=2, index_head_dim=16,
+                                        indexer_types=["full", "shared", "shared"]),
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_replies_and_their_end_token_are_trained_and_nothing_else(tokenizer):
-    row = make_render(tokenizer, "default")(TWO_TURNS)
+    row = make_render(tokenizer, ModelConfig())(TWO_TURNS)
     text = tokenizer.convert_ids_to_tokens(row.token_ids.tolist())
     assert text == [USER, "a", "b", ASSISTANT, "b", "a", EOS, USER, "c", ASSISTANT, "c", EOS]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
@@ -77,14 +77,14 @@ def test_tools_of_a_row_reach_a_renderer(tokenizer, monkeypatch):
 
     monkeypatch.setattr("renderers.create_renderer", lambda *arguments: None)
     monkeypatch.setattr("renderers.build_training_sample", build)
-    make_render(tokenizer, "qwen3")(Conversation(TWO_TURNS.messages, [TOOL]))
+    make_render(tokenizer, ModelConfig(renderer="qwen3"))(Conversation(TWO_TURNS.messages, [TOOL]))
     assert seen["tools"] == [TOOL]
 
 
 def test_messages_that_the_template_does_not_take_are_named_by_line(tokenizer):
     rows = [TWO_TURNS, Conversation([{"role": "tool", "content": "x"}], place="rows.jsonl:7")]
     with pytest.raises(ConfigurationError, match="rows.jsonl:7.*TemplateError.*knows only user") as caught:
-        render_rows(make_render(tokenizer, "default"), rows)
+        render_rows(make_render(tokenizer, ModelConfig()), rows)
     assert not caught.value.restartable
 
 

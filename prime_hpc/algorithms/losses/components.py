@@ -26,7 +26,7 @@ def policy_gradient(
     advantages = torch.where(members, config.adv_tau * tensors.advantages, 0.0)
     made = surrogate(config, Tokens(tensors, logprobs, ratio, advantages, members))
     loss = made.loss + config.kl_tau * torch.where(members, ratio.log, 0.0).square()
-    metrics = _drop_metrics(made, ratio, advantages, members)
+    metrics = _drop_metrics(made, ratio, advantages, tensors)
     if config.ref_tau:
         divergence = _divergence(logprobs, _reference(tensors, members), members)
         loss = loss + config.ref_tau * divergence
@@ -84,10 +84,10 @@ def _reference(tensors: MicroBatchTensors, members: Tensor) -> Tensor:
     return tensors.logprobs
 
 
-def _drop_metrics(made: Surrogate, ratio: Ratio, advantages: Tensor, members: Tensor) -> Metrics:
-    dropped = made.dropped
+def _drop_metrics(made: Surrogate, ratio: Ratio, advantages: Tensor, tensors: MicroBatchTensors) -> Metrics:
+    dropped, members = made.dropped, tensors.rl_members
     return {
-        "is_masked": pair(dropped, members),
+        **tensors.pairs("is_masked", dropped, members),
         "is_masked_low": pair(dropped & (advantages < 0), members),
         "is_masked_high": pair(dropped & (advantages > 0), members),
         "is_clipped": pair(made.clipped, members),

@@ -1,6 +1,6 @@
 """What a loss reads: a micro-batch on a device, the members of each component, and their counts over the batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -32,10 +32,13 @@ class MicroBatchTensors:
     ce_weights: Tensor | None = None
     ref_kl_weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    by_source: dict[str, Tensor] = field(default_factory=dict)
+    """bool[n]: the tokens of each source, where metrics tell sources apart."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, device: torch.device | str) -> "MicroBatchTensors":
-        """Copy the streams of `micro` to `device`; ids, positions and versions become int64."""
+    def of(cls, micro: MicroBatch, device: torch.device | str, *, by_source: bool = False) -> "MicroBatchTensors":
+        """Copy the streams of `micro` to `device`; ids, positions and versions become int64. `by_source` has metrics of
+        each source as well."""
 
         def load(array: Array, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(array.numpy(), dtype=dtype, device=device)
@@ -53,11 +56,17 @@ class MicroBatchTensors:
             temperatures=load(micro.temperatures),
             seq_lens=micro.seq_lens,
             sources=micro.sources,
+            by_source=_by_source(micro, device) if by_source else {},
             rl_weights=optional(micro.rl_weights),
             ce_weights=optional(micro.ce_weights),
             ref_kl_weights=optional(micro.ref_kl_weights),
             ref_logprobs=optional(micro.ref_logprobs),
         )
+
+    def pairs(self, name: str, values: Tensor, where: Tensor) -> Metrics:
+        """The metric `name`, and `name/source` for each source that is told apart."""
+        own = {f"{name}/{source}": pair(values, where & tokens) for source, tokens in self.by_source.items()}
+        return {name: pair(values, where), **own}
 
     @property
     def rl_members(self) -> Tensor:
@@ -78,6 +87,11 @@ class MicroBatchTensors:
     def sequences(self) -> Sequences:
         """The packed sequences, for what is summed over each of them."""
         return Sequences.of(self.seq_lens, self.mask.device)
+
+
+def _by_source(micro: MicroBatch, device: torch.device | str) -> dict[str, Tensor]:
+    named = np.repeat(np.array(micro.sources, dtype=object), micro.seq_lens)
+    return {source: torch.tensor(named == source, device=device) for source in sorted({*micro.sources})}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from torch import Tensor
 from prime_hpc.algorithms.losses.components import cross_entropy, policy_gradient, reference_kl
 from prime_hpc.algorithms.losses.custom import custom_loss
 from prime_hpc.algorithms.losses.ratio import Ratio
-from prime_hpc.algorithms.losses.tensors import Metrics, MicroBatchTensors, TokenCounts, pair
+from prime_hpc.algorithms.losses.tensors import Metrics, MicroBatchTensors, TokenCounts
 from prime_hpc.config.loss import CustomLoss, LossConfig, PolicyGradient
 
 
@@ -27,7 +27,7 @@ def compute_loss(
 
     Returns:
         A scalar that has a gradient even where no token is a member (so that collectives of the backward pass match),
-        and metrics, the same names for every micro-batch; a name without members has count 0.
+        and metrics, the same names for every micro-batch but for sources; a name without members has count 0.
 
     Raises:
         ValueError: a token that needs a reference log-probability has none.
@@ -43,7 +43,7 @@ def compute_loss(
     total = rl / _rl_normaliser(loss_config, counts) + ce / max(counts.ce, 1) + ref_kl / max(counts.ref_kl, 1)
     metrics = {**metrics, **ce_metrics, **ref_metrics, **_mismatch(ratio, tensors, current_version)}
     if entropy is not None:
-        metrics["entropy"] = pair(entropy, tensors.mask)
+        metrics |= tensors.pairs("entropy", entropy, tensors.mask)
     return total, metrics
 
 
@@ -56,9 +56,10 @@ def _rl_normaliser(config: PolicyGradient | CustomLoss, counts: TokenCounts) -> 
 
 
 def _mismatch(ratio: Ratio, tensors: MicroBatchTensors, current_version: int) -> Metrics:
-    """`mismatch_kl` over all tokens of rl and ref_kl; `mismatch/abs` where trainer and sampler had the same weights."""
+    """`mismatch_kl` over all tokens of rl and ref_kl; `mismatch/abs_mean` where trainer and sampler had the same
+    weights."""
     on_policy = tensors.mask & (tensors.versions == current_version)
     return {
-        "mismatch_kl": pair(ratio.k3, tensors.mask & (tensors.rl_members | tensors.ref_kl_members)),
-        "mismatch/abs": pair(ratio.log.abs(), on_policy),
+        **tensors.pairs("mismatch_kl", ratio.k3, tensors.mask & (tensors.rl_members | tensors.ref_kl_members)),
+        **tensors.pairs("mismatch/abs_mean", ratio.log.abs(), on_policy),
     }

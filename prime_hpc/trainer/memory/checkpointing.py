@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from prime_hpc.models import grouped_fp8, varlen  # noqa: F401 (register operators)
+from prime_hpc.models import grouped_fp8, indexed, varlen  # noqa: F401 (register operators)
 
 aten = torch.ops.aten
 KEPT = {
     torch.ops.prime_hpc.packed_attention.default,
+    torch.ops.prime_hpc.choose_keys.default,
+    torch.ops.prime_hpc.attend_to_chosen.default,
     torch.ops.prime_hpc.scaled_grouped_mm.default,
     aten.mm.default,
     aten.addmm.default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from prime_hpc.models.attention import Attend, open_attention
-from prime_hpc.trainer.parallel.collectives import sum_over
+from prime_hpc.models.indexed import IndexedAttention
+from prime_hpc.trainer.parallel.collectives import gather_rows, sum_over
 from prime_hpc.trainer.parallel.ring import Chunks, RingAttention
 from prime_hpc.trainer.parallel.ulysses import UlyssesAttention
 
@@ -46,8 +48,8 @@ class ContextParallel:
         n = len(row.token_ids)
         if self.group is None:
             return Part(row, row.scored - 1, row.scored, n)
-        ranges, padding = self._ranges(n)
-        places = torch.cat([torch.arange(r.start, r.stop, device=row.token_ids.device) for r in ranges])
+        ranges, padding = self._ranges(n, self.group.rank())
+        places = self._places(n, self.group.rank(), row.token_ids.device)
         local = torch.full((n + padding,), -1, device=places.device).index_copy(0, places, torch.arange(
             len(places), device=places.device))  # fmt: skip
         before = local[row.scored - 1]
@@ -61,21 +63,43 @@ class ContextParallel:
         own = torch.zeros_like(base).index_copy(0, part.scored, values)
         return base.index_copy(0, row.scored, sum_over(own, self.group)[row.scored])
 
-    def open_attention(self, backend: str, seq_lens: list[int], device: torch.device) -> Attend:
-        """Attention of this rank's tokens within the documents of a whole row."""
+    def open_attention(
+        self, backend: str, seq_lens: list[int], device: torch.device, top_k: int | None = None
+    ) -> Attend:
+        """Attention of this rank's tokens within the documents of a whole row; with `top_k`, also for layers whose
+        indexer chooses so many keys a query."""
+        attend = self._open_whole(backend, seq_lens, device)
+        if top_k is None:
+            return attend
+        if self.group is None:
+            return IndexedAttention(attend, seq_lens, top_k, torch.arange(sum(seq_lens), device=device))
+        places = torch.cat([self._places(sum(seq_lens), rank, device) for rank in range(self.group.size())])
+        order, rank = places.argsort(), self.group.rank()
+        gather = partial(_gather_in_order, order=order, group=self.group)
+        return IndexedAttention(attend, seq_lens, top_k, places.chunk(self.group.size())[rank], gather)
+
+    def _open_whole(self, backend: str, seq_lens: list[int], device: torch.device) -> Attend:
         if self.group is None:
             return open_attention(backend, seq_lens, device)
         if self.style == "ring":
             return RingAttention(seq_lens, self.group, device)
         return UlyssesAttention(open_attention(backend, seq_lens, device), self.group)
 
-    def _ranges(self, n: int) -> tuple[list[range], int]:
-        """Places of this rank's tokens, and by how many tokens a row of `n` is padded so that all have as many."""
-        rank, ranks = self.group.rank(), self.group.size()
+    def _places(self, n: int, rank: int, device: torch.device) -> Tensor:
+        """int64[m]: where a rank's tokens lie in a row of `n`, padding and all."""
+        return torch.cat([torch.arange(r.start, r.stop, device=device) for r in self._ranges(n, rank)[0]])
+
+    def _ranges(self, n: int, rank: int) -> tuple[list[range], int]:
+        """Places of a rank's tokens, and by how many tokens a row of `n` is padded so that all have as many."""
+        ranks = self.group.size()
         chunks = 2 * ranks if self.style == "ring" else ranks
         size = -(-n // chunks)
         mine = Chunks([n], ranks).of(rank) if self.style == "ring" else (rank,)
         return [range(i * size, (i + 1) * size) for i in mine], size * chunks - n
+
+
+def _gather_in_order(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+    return gather_rows(x, group).index_select(0, order)
 
 
 def _adapters_within(row: PackedRow, ranges: list[range], padding: int) -> dict[str, int]:
