@@ -27,14 +27,14 @@ class ConfigProblem:
 
 
 class ConfigurationError(PrimeHPCError):
-    """The configuration cannot run. Holds every problem found, so that all are mended at once."""
+    """The configuration cannot run. Holds every problem found, so that all are mended at once; `advice` is on all."""
 
     restartable = False
     place = "configuration"
 
-    def __init__(self, problems: list[ConfigProblem]):
+    def __init__(self, problems: list[ConfigProblem], advice: str = ""):
         self.problems = problems
-        lines = "\n".join(f"  {p}" for p in problems)
+        lines = "\n".join([*(f"  {p}" for p in problems), *filter(None, [advice])])
         super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in the {self.place}:\n{lines}")
 
 

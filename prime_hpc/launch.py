@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
@@ -48,13 +49,16 @@ def main(composed: DictConfig) -> None:
 
 def _run(composed: DictConfig) -> int:
     facts = HydraConfig.get()
-    config = parse(_resolved(composed), Path(facts.runtime.cwd))
+    values, experiment = _resolved(composed), facts.runtime.choices.get("experiment")
+    if experiment and "experiment" in values:
+        raise ConfigurationError([compose.misplaced(experiment, values["experiment"])])
+    config = parse(values, Path(facts.runtime.cwd))
     problems = [*find_conflicts(config), *find_model_problems(config), *find_parallel_problems(config),
                 *find_source_problems(config)]  # fmt: skip
     if problems:
         raise ConfigurationError(problems)
     stack = compose.layers(dict(facts.runtime.choices), list(facts.overrides.task), _search_path())
-    start = RunStart.resolve(config, experiment=facts.runtime.choices.get("experiment"), origins=stack)
+    start = RunStart.resolve(config, experiment=experiment, origins=stack)
     return launch_plan(start)
 
 
@@ -88,6 +92,9 @@ def cli() -> None:
         main()
     except CompactHydraException as error:
         print(compose.explain(error), file=sys.stderr)
+        sys.exit(EXIT_CONFIGURATION)
+    except yaml.YAMLError as error:
+        print(compose.explain_yaml(error), file=sys.stderr)
         sys.exit(EXIT_CONFIGURATION)
 
 

@@ -139,7 +139,7 @@ def main(words: list[str] | None = None) -> int:
             return 0 if all(finding.fit for finding in findings) else 1
         reports = meeting.reports()
         meeting.end()
-    Console(width=200).print(render(reports))
+    Console(width=200, markup=False).print(render(reports))
     print(verdict(reports, wanted.nodes), flush=True)
     return 0 if len(reports) == wanted.nodes and all(f.fit for r in reports for f in r.findings) else 1
 

@@ -16,16 +16,19 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prime_hpc.cluster.files import read_json
 from prime_hpc.commands import cli
 from prime_hpc.commands.endpoint import find
 from prime_hpc.commands.ledger import render_ledger
+from prime_hpc.launchers.slurm.queue import describe_wait
 from prime_hpc.launchers.startup import describe
 from prime_hpc.observe.advisor import advise
+from prime_hpc.observe.console import open_console
 from prime_hpc.observe.ledger import read_ledger
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import ENDED, ProcessStatus, RunStatus, WaitStatus, take_status
@@ -51,15 +54,18 @@ def main(arguments: list[str] | None = None) -> int:
         if args.watch:
             return watch(args.run)
         if args.ledger:
-            Console().print(
+            open_console().print(
                 render_ledger(read_ledger(args.run, time.time()), advise(args.run, read_run(args.run).plan))
             )
             return 0
-        status = take_status(read_run(args.run))
+        facts = read_run(args.run)
+        status = take_status(facts)
         if args.json:
             print(msgspec.json.format(msgspec.json.encode(status)).decode())
         else:
-            Console().print(render(status))
+            open_console().print(render(status))
+            if status.phase == "queued" and (record := read_json(facts.paths.job)):
+                print(f"\n{describe_wait(record['job_ids'][0])}".rstrip())
         return 0
 
     return cli.run(show)
@@ -67,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def watch(run_dir: Path) -> int:
     """Show the status until the run has ended."""
-    with Live(refresh_per_second=2) as screen:
+    with Live(console=open_console(), refresh_per_second=2) as screen:
         while True:
             status = take_status(read_run(run_dir))
             screen.update(render(status))

@@ -1,4 +1,4 @@
-"""Stop a run: at once, or with --drain after the step it is in, saved.
+"""Stop a run: at once, or with --drain after the step it is in, saved. A job that has not begun is cancelled.
 
     python -m prime_hpc.stop RUN [--drain] [--why TEXT] [--no-wait]
 
@@ -13,6 +13,9 @@ from prime_hpc.cluster import control
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.errors import InfrastructureFailure
+from prime_hpc.launchers.slurm.executor import find
+from prime_hpc.launchers.slurm.jobs import RunJob
+from prime_hpc.launchers.slurm.queue import state
 from prime_hpc.observe.run_facts import read_run
 
 POLL_S = 0.5
@@ -27,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     def stop() -> int:
+        if waiting := _waiting(args.run):
+            waiting.cancel()
+            print(f"cancelled job {' and '.join(waiting.job_ids)}, which had not begun")
+            return 0
         request(args.run, "drain" if args.drain else "stop", args.why)
         if not args.no_wait:
             print("asked; waiting for the end (Ctrl-C ends the wait, not the request)")
@@ -46,6 +53,13 @@ def request(run_dir: Path, action: control.Action, why: str) -> None:
         raise InfrastructureFailure(f"{run_dir} has no supervisor at work, so there is nothing to {action}; "
                                     f"python -m prime_hpc.doctor {run_dir} says what became of it")  # fmt: skip
     control.ask(RunPaths(run_dir).control, action, why)
+
+
+def _waiting(run_dir: Path) -> RunJob | None:
+    """The Slurm job of a run that has not begun, or not again, so that nobody would take a request."""
+    facts = read_run(run_dir)
+    job = None if facts.live else find(facts.plan)
+    return job if job and state(job.job_ids[0]) == "PENDING" else None
 
 
 def wait_for_end(run_dir: Path) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from prime_hpc.cluster import control
 from prime_hpc.commands import cli
 from prime_hpc.errors import CommandLineError, ConfigProblem
 from prime_hpc.launchers.slurm.executor import find
+from prime_hpc.observe.console import open_console
 from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.status import ENDED
 from prime_hpc.observe.sweep import PointResult, dead, read_sweep, rewards_of
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif args.watch:
             watch(args.folder, args.gpu_hours, args.dead_after)
         else:
-            Console().print(render(points))
+            open_console().print(render(points))
         return 0
 
     return cli.run(show)
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def watch(folder: Path, gpu_hours: float | None, dead_after: int | None) -> None:
     """Show the table until every point has ended, and ask those to leave that should."""
     asked: set[str] = set()
-    with Live(refresh_per_second=1) as screen:
+    with Live(console=open_console(), refresh_per_second=1) as screen:
         while True:
             points = _read(folder)
             screen.update(render(points))
@@ -91,13 +91,15 @@ def due(folder: Path, points: list[PointResult], gpu_hours: float | None,
 
 
 def render(points: list[PointResult]) -> Table:
-    """A row a point, the best of the last rewards first."""
+    """A row a point, the highest of the last rewards first, in SFT the lowest of the last losses."""
+    measure = points[0].measure
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("point", "state", "step", "reward: first", "last", "best", "GPU-hours", "overrides"):
+    for column in ("point", "state", "step", f"{measure}: first", "last", "best", "GPU-hours", "overrides"):
         table.add_column(column, overflow="fold")
-    for point in sorted(points, key=lambda p: -float("inf") if p.last is None else p.last, reverse=True):
-        rewards = ["-" if reward is None else f"{reward:.3f}" for reward in (point.first, point.last, point.best)]
-        table.add_row(point.name, point.state, f"{point.step}/{point.max_steps}", *rewards, f"{point.gpu_hours:.2f}",
+    sign = -1 if measure == "reward" else 1
+    for point in sorted(points, key=lambda p: float("inf") if p.last is None else sign * p.last):
+        values = ["-" if value is None else f"{value:.3f}" for value in (point.first, point.last, point.best)]
+        table.add_row(point.name, point.state, f"{point.step}/{point.max_steps}", *values, f"{point.gpu_hours:.2f}",
                       " ".join(point.overrides))  # fmt: skip
     return table
 

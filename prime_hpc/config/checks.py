@@ -18,8 +18,8 @@ from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.renderer import find_renderer_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sampling_checks import find_sampling_problems, reshapes
-from prime_hpc.config.sft_rows import read_messages
-from prime_hpc.config.sizes import components_of, rows_at_once, trainer_ranks
+from prime_hpc.config.sft_rows import read_conversations
+from prime_hpc.config.sizes import components_of, engine_gpus, rows_at_once, trainer_ranks
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.config.vllm_arguments import find_unknown_arguments
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
@@ -271,6 +271,10 @@ def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
         if name in config.inference.vllm:
             yield ConfigProblem(f"inference.vllm.{name}", config.inference.vllm[name],
                                 "to be left out: it follows from nodes and GPUs of an engine in the plan")  # fmt: skip
+    given, needed = config.inference.gpus_per_replica, engine_gpus(config)
+    if given and given < needed:
+        yield ConfigProblem("inference.gpus_per_replica", given,
+                            f"{needed}, as the parallel sizes of inference.vllm need, or to be left out")  # fmt: skip
     limit = config.inference.vllm.get("max_model_len")
     if isinstance(limit, int) and limit < config.seq_len:
         yield ConfigProblem("inference.vllm.max_model_len", limit,
@@ -294,7 +298,7 @@ def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
 def _first_rows(data: Path) -> Iterator[ConfigProblem]:
     """The first mistake in the rows that a launch has time to read."""
     try:
-        read_messages(data, most=ROWS_READ)
+        read_conversations(data, most=ROWS_READ)
     except ConfigurationError as error:
         yield from error.problems
 

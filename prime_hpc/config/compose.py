@@ -79,6 +79,23 @@ def explain(error: CompactHydraException) -> str:
     return str(ConfigurationError([ConfigProblem(key, value, expected)]))
 
 
+def explain_yaml(error: yaml.YAMLError) -> str:
+    """Where a file of the configuration is no YAML, and why."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    mark = error.problem_mark
+    line = "".join(Path(mark.name).read_text().splitlines()[mark.line : mark.line + 1])
+    problem = ConfigProblem(f"{mark.name}, line {mark.line + 1}", line, f"YAML ({error.problem})")
+    return str(ConfigurationError([problem]))
+
+
+def misplaced(experiment: str, values: Any) -> ConfigProblem:
+    """Keys that an experiment's file has put below `experiment`."""
+    keys = ", ".join(values) if isinstance(values, dict) else values
+    return ConfigProblem("experiment", experiment, "a file that begins with the line `# @package _global_`, without "
+                         f"which its keys ({keys}) lie below `experiment`")  # fmt: skip
+
+
 def options(group: str, search_path: list[Path]) -> list[str]:
     """Names of the files of a group in all configuration folders."""
     return sorted({p.stem for root in search_path for p in (root / group).glob("*.yaml")})

@@ -126,6 +126,8 @@ def _problem(item: Mapping[str, Any]) -> ConfigProblem:
         return ConfigProblem(key, item["input"], text.format(context[bound]))
     if kind == "string_pattern_mismatch":
         return ConfigProblem(key, item["input"], f"text that matches {context['pattern']}")
+    if kind == "string_type" and isinstance(item["input"], int | float) and not isinstance(item["input"], bool):
+        return ConfigProblem(key, item["input"], "text in quotes: without them YAML reads some texts as numbers")
     for name, text in _TYPES.items():
         if kind.startswith(name):
             return ConfigProblem(key, item["input"], text)

@@ -41,8 +41,12 @@ def components_of(config: RunConfig) -> list[str]:
 
 def gpus_per_replica(config: RunConfig) -> int:
     """GPUs of one engine where there are GPUs."""
-    if config.inference.gpus_per_replica is not None:
-        return config.inference.gpus_per_replica
+    given = config.inference.gpus_per_replica
+    return engine_gpus(config) if given is None else given
+
+
+def engine_gpus(config: RunConfig) -> int:
+    """GPUs that the parallel sizes of vLLM ask for."""
     sizes = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))
     tensor, pipeline, data = (int(config.inference.vllm.get(name, 1)) for name in sizes)
     return tensor * pipeline * data

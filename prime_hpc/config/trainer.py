@@ -33,7 +33,7 @@ class SFTConfig:
     __pydantic_config__ = FORBID_UNKNOWN
 
     data: UserPath = ""
-    """JSONL file with a `messages` list a row; assistant messages are trained."""
+    """JSONL file with a `messages` list a row, and `tools` if it has any; assistant messages are trained."""
     batch_size: Positive = 128
     """Rows a step, over all ranks."""
     shuffle: bool = True

@@ -18,6 +18,9 @@ def find_source_problems(config: RunConfig) -> list[ConfigProblem]:
 
 def check_source(source: SourceConfig, key: str = "env.train") -> list[ConfigProblem]:
     """The problem of a source whose module cannot be found, if there is one; `key` is where it stands."""
+    if source.id.endswith(".py"):
+        expected = "the name of a module, not of its file, which lies where the launch begins or in PYTHONPATH"
+        return [ConfigProblem(f"{key}.id", source.id, expected, Path(source.id).stem)]
     module = module_name(source.id)
     if module in _verifiers_tasksets() or _is_importable(module):
         return []

@@ -142,9 +142,9 @@ def _refuse_changes(manifest: CheckpointManifest, config: RunConfig) -> None:
     before, now = _flat(to_dict(parse(manifest.config))), _flat(to_dict(config))
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and not _may_change(k)]
     if changed:
-        raise ConfigurationError([ConfigProblem(k, now.get(k),
-            f"{before.get(k)!r} as in the checkpoint; a resumed run may change only {', '.join(RESUMABLE)}")
-            for k in changed])  # fmt: skip
+        problems = [ConfigProblem(k, now.get(k), f"{before.get(k)!r} as in the checkpoint") for k in changed]
+        raise ConfigurationError(problems, f"a resumed run may change only {', '.join(RESUMABLE)}; for anything else "
+                                 "start a new run from what python -m prime_hpc.export makes of it")  # fmt: skip
 
 
 def _may_change(key: str) -> bool:

@@ -12,14 +12,15 @@ from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.preview import check_site, show_estimates, show_start
 from prime_hpc.launchers.slurm.allocation import check_allocation
 from prime_hpc.launchers.slurm.batch import run_job
-from prime_hpc.launchers.slurm.executor import adopt, submit
+from prime_hpc.launchers.slurm.executor import adopt, refuse_live, submit
 from prime_hpc.launchers.slurm.sbatch import write_scripts
+from prime_hpc.observe.console import open_console
 from prime_hpc.plan.table import render
 
 
 def launch_plan(start: RunStart) -> int:
     """Run the plan of `start` under its launcher, or submit it, and return the exit code."""
-    console = Console()
+    console = open_console()
     launcher = start.config.launcher
     if launcher.on_slurm and (launcher.submit or launcher.name == "dry_run"):
         check_site(start.plan)
@@ -62,6 +63,7 @@ def _show(start: RunStart, console: Console) -> None:
 def _submit(start: RunStart, console: Console) -> int:
     """Submit the jobs of the plan; an attempt that Slurm refused never was, nor a run that began with it."""
     is_new = not start.paths.root.exists()
+    refuse_live(start.paths)
     start.write()
     console.print(render(start.plan))
     try:

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prime_hpc.observe.console import open_console
 from prime_hpc.observe.snapshot import Snapshot
 from prime_hpc.plan.run_plan import RunPlan
 
@@ -25,7 +26,7 @@ class View(Protocol):
 @contextmanager
 def open_view(plan: RunPlan, live: bool) -> Iterator[View]:
     """A live table where the output is a terminal and `live` is wanted, plain lines otherwise."""
-    console = Console()
+    console = open_console()
     if not (live and console.is_terminal):
         yield PlainView(console)
         return
@@ -76,7 +77,7 @@ class LiveView:
         table.add_column("process")
         table.add_column("state")
         for name, state in snapshot.states.items():
-            table.add_row(name, f"[red]{state}" if state == "failed" else state)
+            table.add_row(name, Text(state, style="red" if state == "failed" else ""))
         paused = [Text(f"paused, since {snapshot.paused}", style="red")] if snapshot.paused else []
         warnings = [Text(f"warning: {warning}", style="yellow") for warning in snapshot.warnings]
         self._screen.update(Group(table, "", progress_line(snapshot), *paused, *warnings))
@@ -87,8 +88,9 @@ class LiveView:
 
 def progress_line(snapshot: Snapshot) -> str:
     """`step 12/60 | reward 0.53 | ...` from whatever the run reports."""
-    parts = []
-    for key, value in snapshot.progress.items():
+    progress = dict(snapshot.progress)
+    parts = [f"step {progress.pop('step')}/{progress.pop('of')}"] if {"step", "of"} <= progress.keys() else []
+    for key, value in progress.items():
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
         parts.append(f"{key.replace('_', ' ')} {text}")
     return " | ".join(parts)

@@ -18,14 +18,15 @@ WINDOW = 5
 
 
 class PointResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One point. `state` is not started, queued, starting, running, complete, stopped or failed; rewards are means over
-    the first, the last and the best `WINDOW` steps in a row, None without any."""
+    """One point. `state` is not started, queued, starting, running, complete, stopped or failed; `first`, `last` and
+    `best` are means of the reward, in SFT of the loss (`measure`), over `WINDOW` steps in a row, None without any."""
 
     name: str
     overrides: list[str]
     state: str
     step: int = 0
     max_steps: int = 0
+    measure: str = "reward"
     first: float | None = None
     last: float | None = None
     best: float | None = None
@@ -48,7 +49,12 @@ def dead(rewards: list[float], steps: int) -> bool:
 
 def rewards_of(facts: RunFacts) -> list[float]:
     """Mean reward of each step that has one."""
-    return [row[REWARD] for row in facts.steps.values() if row.get(REWARD) is not None]
+    return values_of(facts, REWARD)
+
+
+def values_of(facts: RunFacts, name: str) -> list[float]:
+    """A metric of each step that has it."""
+    return [row[name] for row in facts.steps.values() if row.get(name) is not None]
 
 
 def _result(folder: Path, point: dict[str, Any]) -> PointResult:
@@ -56,15 +62,17 @@ def _result(folder: Path, point: dict[str, Any]) -> PointResult:
     if not (run / "plan.json").exists():
         return PointResult(**point, state="not started")
     facts = read_run(run)
-    status, rewards = take_status(facts), rewards_of(facts)
-    ends = range(min(WINDOW, len(rewards)), len(rewards) + 1) if rewards else ()
-    means = [float(np.mean(rewards[max(0, end - WINDOW) : end])) for end in ends]
-    first, last, best = (means[0], means[-1], max(means)) if means else (None, None, None)
+    status, sft = take_status(facts), facts.plan.config.get("mode") == "sft"
+    values = values_of(facts, "loss") if sft else rewards_of(facts)
+    ends = range(min(WINDOW, len(values)), len(values) + 1) if values else ()
+    means = [float(np.mean(values[max(0, end - WINDOW) : end])) for end in ends]
+    first, last, best = (means[0], means[-1], (min if sft else max)(means)) if means else (None, None, None)
     return PointResult(
         **point,
         state=status.phase,
         step=status.step or 0,
         max_steps=status.max_steps or 0,
+        measure="loss" if sft else "reward",
         first=first,
         last=last,
         best=best,

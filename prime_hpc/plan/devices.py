@@ -29,6 +29,7 @@ _MEMORY = {
     "MI300X": (191, 5.3e12),
 }
 """GiB and bytes a second of the largest model of each name; from the vendors' data sheets."""
+DEVICES = tuple(_MEMORY)
 
 
 def known_device(text: str) -> Device | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.slurm_checks import mebibytes
+from prime_hpc.config.slurm_checks import MEBIBYTES, mebibytes
 from prime_hpc.models.spec import HFConfig, param_count
-from prime_hpc.plan.devices import GIB, device_of
+from prime_hpc.plan.devices import DEVICES, GIB, device_of
 from prime_hpc.plan.disk import Disk, disk_use
 from prime_hpc.plan.memory import RoleMemory, engine_memory, other_memory, trainer_memory
 from prime_hpc.plan.run_plan import RunPlan
@@ -51,7 +51,7 @@ def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str 
             *_overfull(roles, config),
             *_short_of_memory(plan, config, roles),
             *_short_of_disk(Path(plan.run_dir), disk),
-            *_unknown(plan, pace),
+            *_unknown(plan, config, pace),
         ],
     )
 
@@ -124,7 +124,8 @@ def _short_of_memory(plan: RunPlan, config: RunConfig, roles: list[RoleMemory]) 
         asked = component(config.cluster, group.name).memory or "0"
         need = sum(r.host_bytes * ceil(r.processes / group.nodes) for r in roles if r.role in _ON_NODES[group.name])
         if 0 < mebibytes(asked) * 2**20 < need:
-            words.append(f"a node of {group.name} needs about {need / GIB:.0f} GiB of host memory, not {asked}: "
+            unit = "" if asked[-1] in MEBIBYTES else " MiB, as a number without a letter means"
+            words.append(f"a node of {group.name} needs about {need / GIB:.0f} GiB of host memory, not {asked}{unit}: "
                          f"raise cluster.components.{group.name}.memory")  # fmt: skip
     return words
 
@@ -145,7 +146,10 @@ def _short_of_disk(run_dir: Path, disk: Disk) -> list[str]:
             "run.output_dir, a smaller checkpoint.keep_last, or a larger checkpoint.every"]  # fmt: skip
 
 
-def _unknown(plan: RunPlan, pace: Pace | None) -> list[str]:
+def _unknown(plan: RunPlan, config: RunConfig, pace: Pace | None) -> list[str]:
     if pace or not any(p.gpus for p in plan.of("trainer")):
         return []
-    return ["no estimate of time: cluster.gpu does not say which GPUs the nodes have, e.g. cluster.gpu=H200"]
+    given = component(config.cluster, "trainer").gpu
+    if given is None:
+        return ["no estimate of time: cluster.gpu does not say which GPUs the nodes have, e.g. cluster.gpu=H200"]
+    return [f"no estimate of time: cluster.gpu={given} is none of {', '.join(DEVICES)}"]

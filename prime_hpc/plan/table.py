@@ -1,17 +1,19 @@
 """A plan as a table for people."""
 
+from pathlib import Path
+
 from rich.console import Group
 from rich.table import Table
 
 from prime_hpc.config.run import RunConfig
-from prime_hpc.plan.run_plan import RunPlan
+from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 from prime_hpc.plan.units import Unit, units
 
 
 def render(plan: RunPlan) -> Group:
     """Placement and one line about the run: by process on one node, by restart unit on several."""
     config = plan.typed_config()
-    start = config.start_from.words if config.start_from.path else config.model.path
+    start = config.start_from.words if config.start_from.path else config.model.path or "random weights"
     origin = f"resumes {plan.checkpoint}" if plan.checkpoint else f"starts from {start}"
     facts = f"{plan.name}: attempt {plan.attempt}, {config.mode}, {_length(config)}, {origin}"
     if config.mode == "rl":
@@ -27,10 +29,10 @@ def _length(config: RunConfig) -> str:
 
 
 def _process_table(plan: RunPlan) -> Table:
-    table = _table("process", "component", "node", "gpus", "command")
+    table = _table("process", "component", "node", "gpus", "module")
     for process in plan.processes:
         gpus = ",".join(map(str, process.gpus)) or "-"
-        table.add_row(process.name, process.component, str(process.node), gpus, " ".join(process.command[1:3]))
+        table.add_row(process.name, process.component, str(process.node), gpus, _module(process))
     return table
 
 
@@ -44,12 +46,18 @@ def _group_table(plan: RunPlan) -> Table:
 
 
 def _unit_table(plan: RunPlan) -> Table:
-    table = _table("step", "component", "nodes", "processes", "gpus each", "command")
+    table = _table("step", "component", "nodes", "processes", "gpus each", "module")
     for unit in units(plan):
         first = unit.processes[0]
         table.add_row(unit.name, first.component, _span(plan.host(first), unit.nodes), _count(unit),
-                      str(len(first.gpus) or "-"), " ".join(first.command[1:3]))  # fmt: skip
+                      str(len(first.gpus) or "-"), _module(first))  # fmt: skip
     return table
+
+
+def _module(process: ProcessPlan) -> str:
+    """What the interpreter runs (`python -m MODULE`), or the program where there is none."""
+    program, *arguments = process.command
+    return arguments[1] if arguments[:1] == ["-m"] else Path(program).name
 
 
 def _count(unit: Unit) -> str:

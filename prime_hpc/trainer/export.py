@@ -3,6 +3,7 @@
 Everything runs in one process on a CPU, file by file, so that of a large model no more than one file is in memory.
 """
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +87,10 @@ class _Exporter:
 
     def _read(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors from the checkpoint, whatever ranks have written it."""
-        if tensors:
+        if not tensors:
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
             dcp.load({"model": tensors}, storage_reader=FileSystemReader(self._checkpoint), no_dist=True)
 
     def _published(self, tensor: Tensor) -> torch.dtype:

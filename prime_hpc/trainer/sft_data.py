@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from prime_hpc.cluster.files import read_json
 from prime_hpc.config.renderer import renderer_config, template_options
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import Messages
+from prime_hpc.config.sft_rows import Conversation, problem
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Sample
@@ -25,7 +25,7 @@ class Row:
     mask: np.ndarray
 
 
-Render = Callable[[Messages], Row]
+Render = Callable[[Conversation], Row]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -42,33 +42,51 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def make_render(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Render:
     """How rows become tokens: a renderer of the `renderers` package, or the tokenizer's chat template (`default`)."""
     if model.renderer == "default":
-        return lambda messages: render_template(tokenizer, messages, **template_options(model))
+        return lambda row: render_template(tokenizer, row, **template_options(model))
     # here and not above: the package takes a second to load, and only rows of this kind need it
     from renderers import build_training_sample, create_renderer
 
     typed = create_renderer(tokenizer, renderer_config(model))
 
-    def render(messages: Messages) -> Row:
-        sample = build_training_sample(typed, messages, role_to_mask=lambda m: m["role"] == "assistant",
-                                       ensure_final_stop=True)  # fmt: skip
+    def render(row: Conversation) -> Row:
+        sample = build_training_sample(typed, row.messages, tools=row.tools, ensure_final_stop=True,
+                                       role_to_mask=lambda m: m["role"] == "assistant")  # fmt: skip
         return Row(np.array(sample.token_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
 
     return render
 
 
-def render_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Row:
+def render_rows(render: Render, rows: list[Conversation]) -> list[Row]:
+    """All rows as tokens.
+
+    Raises:
+        ConfigurationError: the chat template or renderer takes no such messages; line and reason are in the text.
+    """
+    rendered = []
+    for row in rows:
+        try:
+            rendered.append(render(row))
+        except ConfigurationError:
+            raise
+        except Exception as error:  # a template or renderer may raise anything
+            words = f"{type(error).__name__}: {error}"
+            raise problem(row.place, f"messages that the chat template or model.renderer takes ({words})") from None
+    return rendered
+
+
+def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation, **options: Any) -> Row:
     """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token.
     `options` are variables of the template.
 
     Raises:
         ConfigurationError: the template rewrites earlier turns, so that no row of the conversation shows them all.
     """
-    token_ids = _apply(tokenizer, messages, **options)
+    token_ids = _apply(tokenizer, row, len(row.messages), **options)
     mask = np.zeros(len(token_ids), dtype=bool)
-    for i, message in enumerate(messages):
+    for i, message in enumerate(row.messages):
         if message["role"] == "assistant":
-            start = len(_prefix(tokenizer, messages[:i], token_ids, add_generation_prompt=True, **options))
-            end = len(_prefix(tokenizer, messages[: i + 1], token_ids, **options))
+            start = len(_prefix(tokenizer, row, i, token_ids, add_generation_prompt=True, **options))
+            end = len(_prefix(tokenizer, row, i + 1, token_ids, **options))
             mask[start : _end_of_reply(tokenizer, token_ids, start, end)] = True
     return Row(np.array(token_ids, dtype=np.int32), mask)
 
@@ -98,13 +116,16 @@ def batch_rows(rows: int, batch_size: int, step: int, seed: int, shuffle: bool) 
     return [(p // rows, int(orders[p // rows][p % rows])) for p in positions]
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **kwargs: Any) -> list[int]:
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+def _apply(tokenizer: PreTrainedTokenizerBase, row: Conversation, messages: int, **kwargs: Any) -> list[int]:
+    """The rendering of the first `messages`."""
+    return tokenizer.apply_chat_template(row.messages[:messages], tools=row.tools, tokenize=True, return_dict=False,
+                                         **kwargs)  # fmt: skip
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase, messages: Messages, whole: list[int], **kwargs: Any) -> list[int]:
-    """The rendering of the first messages, which must begin that of the whole row."""
-    part = _apply(tokenizer, messages, **kwargs)
+def _prefix(tokenizer: PreTrainedTokenizerBase, row: Conversation, messages: int, whole: list[int],
+            **kwargs: Any) -> list[int]:  # fmt: skip
+    """The rendering of the first `messages`, which must begin that of the whole row."""
+    part = _apply(tokenizer, row, messages, **kwargs)
     if whole[: len(part)] != part:
         expected = "a renderer that keeps earlier turns: this chat template rewrites them (see the `renderers` package)"
         raise ConfigurationError([ConfigProblem("model.renderer", "default", expected)])

@@ -6,13 +6,13 @@ from pathlib import Path
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sft_rows import read_conversations
 from prime_hpc.errors import ConfigProblem, ConfigurationError
-from prime_hpc.observe.monitor import Monitor
+from prime_hpc.observe.monitor import Monitor, read_metrics
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.probe import Probe
-from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, to_sample
+from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, render_rows, to_sample
 from prime_hpc.transport.messages import RankBatch, StepReport
 
 
@@ -24,18 +24,16 @@ class SFTSource:
         self._config, self._start = role.config, time.monotonic()
         model, sft = role.config.model, role.config.trainer.sft
         self._tokenizer = tokenizer = load_tokenizer(model)
-        messages = read_messages(Path(sft.data))
+        conversations = read_conversations(Path(sft.data))
         held_out = sft.probe.prompts if sft.probe.every else 0
-        if len(messages) <= held_out:
-            expected = f"fewer than the {len(messages)} rows of {sft.data}"
+        if len(conversations) <= held_out:
+            expected = f"fewer than the {len(conversations)} rows of {sft.data}"
             raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
-        render = make_render(tokenizer, model)
-        rows = [render(row) for row in messages]
+        rows = render_rows(make_render(tokenizer, model), conversations)
         self._rows = _trainable(role, rows[: len(rows) - held_out])
         self._probe = Probe(_trainable(role, rows[-held_out:]), sft.probe, world, tokenizer.eos_token_id,
                             role.config.seed) if held_out else None  # fmt: skip
         self._monitor = Monitor(role) if world.first else None
-        self._losses: list[float] = []
         self._exact_match: float | None = None
         self._closed: int | None = None
         """Last step whose report was logged and whose probe, where due, was made."""
@@ -57,10 +55,12 @@ class SFTSource:
         self._close_step(step, report, due=bool(self._probe))
         if self._monitor:
             self._monitor.close()
-            losses = self._losses or [None]
+            rows = [row for _, row in sorted(read_metrics(self._role.paths.metrics).items())]
+            losses = [row["loss"] for row in rows if "loss" in row] or [None]
+            matches = [row["probe/exact_match"] for row in rows if "probe/exact_match" in row] or [None]
             write_json(self._role.paths.summary, {
                 "steps": step, "loss_first": losses[0], "loss_last": losses[-1],
-                "probe_exact_match": self._exact_match, "wall_s": time.monotonic() - self._start})  # fmt: skip
+                "probe_exact_match": matches[-1], "wall_s": time.monotonic() - self._start})  # fmt: skip
             self._role.mark_complete()
 
     def _close_step(self, step: int, report: StepReport | None, *, due: bool) -> None:
@@ -74,7 +74,6 @@ class SFTSource:
         if self._monitor:
             metrics = {**report.metrics, "probe/exact_match": self._exact_match} if due else report.metrics
             self._monitor.log(step, metrics)
-            self._losses.append(report.metrics["loss"])
             progress = {"step": step, "of": self._config.max_steps, "loss": report.metrics["loss"]}
             if self._exact_match is not None:
                 progress["exact_match"] = self._exact_match

@@ -44,6 +44,7 @@ def test_a_sparse_model_of_two_ranks_is_exported_in_the_published_precision(tmp_
     assert_equal(exported(run.train_in_forks(), tmp_path / "out"), run.weights("0.1"))
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled")
 def test_adapters_are_exported_alone_or_merged(tmp_path, tiny_model):
     run = make_run(tmp_path / "run", tiny_model, lora={"rank": 4}, max_steps=1).record(1).train()
     assert export.main([str(tmp_path / "run")]) == 0

@@ -208,6 +208,16 @@ def test_a_task_that_the_supervisor_stops_ends_its_process(tmp_path: Path) -> No
     assert "InfrastructureFailure: trainer-0 was killed by SIGTERM on " in errors
 
 
+def test_a_sigterm_to_a_task_that_was_superseded_drains_nothing(tmp_path: Path) -> None:
+    task = start_sleeper(tmp_path / "run")
+    (tmp_path / "run" / "rendezvous").mkdir()
+    (tmp_path / "run" / "rendezvous" / "lease.json").write_text('{"attempt": 2, "beat": 0}')
+    task.send_signal(signal.SIGTERM)
+    _, errors = task.communicate(timeout=300)
+    assert "InfrastructureFailure: trainer-0 was killed by SIGTERM on " in errors
+    assert not (tmp_path / "run" / "rendezvous" / "control").exists()
+
+
 def test_a_sigterm_of_slurm_asks_the_supervisor_to_drain(tmp_path: Path) -> None:
     task = start_sleeper(tmp_path / "run")
     control, deadline = tmp_path / "run" / "rendezvous" / "control", time.monotonic() + 300

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.trainer_support import TrainerRun, make_run
 
@@ -59,3 +60,11 @@ def test_two_ranks_make_the_same_steps_as_one(tmp_path, tiny_model):
         losses.append([row["loss"] for row in read_rows(run)])
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_summary_is_of_the_whole_run_after_a_resume_that_finds_nothing_to_do(tmp_path, tiny_model):
+    run = make_sft(tmp_path, tiny_model, max_steps=4, every=2).train()
+    before = json.loads(run.paths.summary.read_text())
+    again = TrainerRun(structs.replace(run.plan, attempt=2, checkpoint=str(run.paths.checkpoint(4)))).train()
+    again = json.loads(again.paths.summary.read_text())
+    assert {**again, "wall_s": 0} == {**before, "wall_s": 0}

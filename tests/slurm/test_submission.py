@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from submitit.core.utils import FailedJobError
 
+from prime_hpc.commands import status, stop
 from prime_hpc.config.schema import parse
 from prime_hpc.launchers.slurm.executor import find, submit
 from prime_hpc.launchers.slurm.jobs import RunJob
@@ -18,6 +20,7 @@ from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.run_plan import RunPlan, load
 from tests.integration.runs import REPOSITORY, TINY
 from tests.slurm.scripts import LAUNCHERS
+from tests.slurm.slurm_runs import SlurmRun
 from tools.slurm_sandbox import SlurmSandbox
 
 pytestmark = pytest.mark.slurm
@@ -149,3 +152,23 @@ def test_a_script_of_ones_own_runs_the_launcher_in_its_allocation(
     assert submitted is not None and len(submitted.results()) == 4
     assert (tmp_path / "mine" / "summary.json").exists()
     assert not list(Path(os.environ["PRIME_HPC_HOME"]).glob("secrets/*"))
+
+
+def test_a_run_whose_job_waits_is_not_submitted_again_and_can_be_stopped(slurm: SlurmSandbox, tmp_path: Path,
+        tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    given = ("cluster.directives={begin: now+1hour}",)
+    run = SlurmRun(slurm, tmp_path, tiny_model, "patient", *given, launcher="slurm_single")
+    before = {path: path.read_bytes() for path in (run.root / "plan.json", run.root / "job.json")}
+    job = run.job.job_ids[0]
+    said = f"job {job} of this run is pending: wait for it, or end it by python -m prime_hpc.stop {run.root}"
+    command = [sys.executable, "-m", "prime_hpc.resume", str(run.root)]
+    again = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert (again.returncode, again.stderr) == (1, f"InfrastructureFailure: {said}\n")
+    assert {path: path.read_bytes() for path in before} == before
+    assert status.main([str(run.root)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\njob {job} is pending: BeginTime\n")
+    assert stop.main([str(run.root)]) == 0
+    assert capsys.readouterr().out == f"cancelled job {job}, which had not begun\n"
+    assert slurm.states(job) in ({}, {job: "CANCELLED"})
+    assert status.main([str(run.root)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\njob {job} is cancelled\n")

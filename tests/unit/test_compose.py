@@ -1,5 +1,6 @@
 """Tolerant overrides, choices of groups, and the origin of every value."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def test_what_cannot_be_composed_is_told_in_words(arguments: list[str], said: st
     with pytest.raises(SystemExit) as ended:
         launch.cli()
     assert (ended.value.code, capsys.readouterr().err[: len(said)]) == (2, said)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("# @package _global_\nmax_steps: 3\n env: {", "{file}, line 3 = ' env: {{': expected YAML (mapping "),
+    ("max_steps: 3\nseed: 1\n", "experiment = 'mine': expected a file that begins with the line `# @package _global_`, "
+     "without which its keys (max_steps, seed) lie below `experiment`"),
+    ("# @package _global_\ncluster: {time: 24:00:00}\n",
+     "cluster.time = 86400: expected text in quotes: without them YAML reads some texts as numbers"),
+])  # fmt: skip
+def test_a_file_of_the_user_s_that_cannot_be_read_is_told_in_words(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    command = [sys.executable, "-m", "prime_hpc.launch", "--config-dir", str(tmp_path), "+experiment=mine"]
+    done = subprocess.run(command, capture_output=True, text=True)  # as Hydra turns the loggers of its process off
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"1 problem in the configuration:\n  {said.format(file=file)}")
 
 
 @pytest.mark.parametrize("experiment", ["tiny_sft_cpu", "reverse_text_sft_cpu", "reverse_text_sft"])

@@ -158,4 +158,4 @@ def test_a_number_is_taken_for_text_where_text_is_wanted():
     config = parse({"resume": 5, "run": {"name": 123}, "cluster": {"memory": 0, "env": {"DEBUG": 1}}})
     assert (config.resume, config.run.name) == ("5", "123")
     assert (config.cluster.memory, config.cluster.env) == ("0", {"DEBUG": "1"})
-    assert only({"cluster": {"time": 86400}}).expected == "text", "YAML reads 24:00:00 as this number"
+    assert only({"cluster": {"time": 86400}}).expected.startswith("text in quotes"), "YAML reads 24:00:00 as this"

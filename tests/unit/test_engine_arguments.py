@@ -78,6 +78,16 @@ def test_what_works_is_left_alone(vllm: dict[str, Any], settings: dict[str, Any]
     assert list(find_argument_problems(make_config(vllm, **settings))) == []
 
 
+@pytest.mark.parametrize(("gpus", "said"), [
+    (8, ["16, as the parallel sizes of inference.vllm need, or to be left out"]), (16, []), (None, []), (0, []),
+])  # fmt: skip
+def test_an_engine_has_the_gpus_that_its_parallel_sizes_need(gpus: int | None, said: list[str]) -> None:
+    config = RunConfig()
+    config.inference.vllm = {"tensor_parallel_size": 2, "data_parallel_size": 8}
+    config.inference.gpus_per_replica = gpus
+    assert [p.expected for p in find_conflicts(config) if p.key == "inference.gpus_per_replica"] == said
+
+
 def test_every_refusal_has_a_case() -> None:
     met = {problem.expected for vllm, settings, _ in BAD
            for problem in find_argument_problems(make_config(vllm, **settings))}  # fmt: skip

@@ -5,7 +5,12 @@ import pytest
 
 from prime_hpc.config.env import EnvConfig, EvalConfig, SourceConfig
 from prime_hpc.config.run import RunConfig
-from prime_hpc.envs.load import bundled_environments, check_source, find_source_problems, module_name
+from prime_hpc.envs.load import (
+    bundled_environments,
+    check_source,
+    find_source_problems,
+    module_name,
+)
 
 
 @pytest.mark.parametrize("environment_id", ["prime_hpc.envs.reverse_text", "textarena", "owner/textarena@0.3", "json"])
@@ -28,6 +33,12 @@ def test_an_absent_environment_is_named_with_the_nearest_known_one(environment_i
     [problem] = check_source(SourceConfig(id=environment_id), "env.train.3")
     assert (problem.key, problem.value, problem.nearest) == ("env.train.3.id", environment_id, nearest)
     assert "prime_hpc.envs.reverse_text" in problem.expected
+
+
+def test_a_file_in_place_of_a_module_is_told_apart() -> None:
+    [problem] = check_source(SourceConfig(id="./tickets.py"))
+    assert str(problem) == ("env.train.id = './tickets.py': expected the name of a module, not of its file, which "
+                            "lies where the launch begins or in PYTHONPATH; did you mean 'tickets'?")  # fmt: skip
 
 
 def test_every_source_of_a_run_is_checked() -> None:

@@ -325,8 +325,17 @@ def test_gpus_that_nobody_named_leave_the_pace_open(tmp_path: Path) -> None:
     assert foresight.pace is None
     assert foresight.warnings == ["no estimate of time: cluster.gpu does not say which GPUs the nodes have, e.g. "
                                   "cluster.gpu=H200"]  # fmt: skip
+    mistyped = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gpu": "H20O"})
+    assert mistyped.warnings == ["no estimate of time: cluster.gpu=H20O is none of GB200, B200, H200, H100, A100, "
+                                 "MI325X, MI300X"]  # fmt: skip
     named = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gres": "gpu:h100"})
     assert named.pace is not None and named.pace.gpus == 8 + 1
+
+
+def test_memory_without_a_unit_is_told_as_slurm_reads_it(tmp_path: Path) -> None:
+    [words] = look_ahead(tmp_path, cluster={"gpus_per_node": 8, "gpu": "H200", "components": {
+        "trainer": {"memory": "500"}}}).warnings  # fmt: skip
+    assert "GiB of host memory, not 500 MiB, as a number without a letter means: raise cluster.comp" in words
 
 
 def test_a_run_too_large_for_the_disk_is_said(tmp_path: Path) -> None:

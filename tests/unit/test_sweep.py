@@ -92,6 +92,19 @@ def test_the_table_has_every_point(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-4:]] == ["good", "left", "bad", "unborn"]
 
 
+def test_points_of_a_fine_tuning_are_compared_by_their_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, losses in (("high", [3.0, 2.9]), ("low", [3.0, 1.1])):
+        run = RunDir(tmp_path / name)
+        run.configure(mode="sft")
+        run.event("start", at=0)
+        rows = [{"step": i, "time": 0.0, "loss": loss} for i, loss in enumerate(losses, 1)]
+        run.paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command.main([str(tmp_path)]) == 0
+    title, low, high = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert title[3:5] == ["loss:", "first"]
+    assert (low[0], low[3:6], high[0]) == ("low", ["2.050"] * 3, "high")
+
+
 def test_points_leave_when_the_budget_is_used_or_their_reward_is_dead(tmp_path: Path) -> None:
     make_point(tmp_path, "dead", [0.3, 0.0, 0.0, 0.0])
     make_point(tmp_path, "alive", [0.0, 0.0, 0.1])

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sft_rows import Conversation, read_conversations
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer
 from prime_hpc.trainer.probe import split_last_reply
@@ -18,16 +19,18 @@ from prime_hpc.trainer.sft_data import (
     batch_rows,
     load_tokenizer,
     make_render,
+    render_rows,
     render_template,
     to_sample,
 )
 
-TWO_TURNS = [
+TWO_TURNS = Conversation([
     {"role": "user", "content": "ab"},
     {"role": "assistant", "content": "ba"},
     {"role": "user", "content": "c"},
     {"role": "assistant", "content": "c"},
-]
+])  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "find", "description": "", "parameters": {}}}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def test_replies_and_their_end_token_are_trained_and_nothing_else(tokenizer):
 def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer, monkeypatch):
     template = tokenizer.chat_template.replace("{% endgeneration %}", "{% endgeneration %}z")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    row = render_template(tokenizer, TWO_TURNS[:2])
+    row = render_template(tokenizer, Conversation(TWO_TURNS.messages[:2]))
     assert tokenizer.convert_ids_to_tokens(row.token_ids.tolist())[-2:] == [EOS, "z"]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
 
@@ -55,6 +58,40 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatc
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(ConfigurationError, match="model.renderer.*keeps earlier turns"):
         render_template(tokenizer, TWO_TURNS)
+
+
+def test_tools_of_a_row_reach_the_template(tokenizer, monkeypatch):
+    template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    row = render_template(tokenizer, Conversation(TWO_TURNS.messages[:2], [TOOL]))
+    assert tokenizer.convert_ids_to_tokens(row.token_ids.tolist())[:5] == ["f", "i", "n", "d", USER]
+    assert row.mask.astype(int).tolist() == [0] * 8 + [1] * 3
+
+
+def test_tools_of_a_row_reach_a_renderer(tokenizer, monkeypatch):
+    seen = {}
+
+    def build(renderer, messages, *, tools, **options):
+        seen["tools"] = tools
+        return SimpleNamespace(token_ids=[1], loss_mask=[True])
+
+    monkeypatch.setattr("renderers.create_renderer", lambda *arguments: None)
+    monkeypatch.setattr("renderers.build_training_sample", build)
+    make_render(tokenizer, ModelConfig(renderer="qwen3"))(Conversation(TWO_TURNS.messages, [TOOL]))
+    assert seen["tools"] == [TOOL]
+
+
+def test_messages_that_the_template_does_not_take_are_named_by_line(tokenizer):
+    rows = [TWO_TURNS, Conversation([{"role": "tool", "content": "x"}], place="rows.jsonl:7")]
+    with pytest.raises(ConfigurationError, match="rows.jsonl:7.*TemplateError.*knows only user") as caught:
+        render_rows(make_render(tokenizer, ModelConfig()), rows)
+    assert not caught.value.restartable
+
+
+def test_empty_lines_are_no_rows(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"messages": [{"role": "user"}]}\n\n')
+    assert [row.place for row in read_conversations(path)] == [f"{path}:2"]
 
 
 def test_a_sample_joins_the_cross_entropy_alone_and_is_cut(tokenizer):
@@ -90,13 +127,15 @@ def test_batches_run_through_every_epoch_in_a_new_order():
     ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}\n', ":1'.*messages of text"),
     ('{"messages": "hello"}\n', ":1'.*not empty"),
     ('{"messages": ["hello"]}\n', ":1'.*a `role` each"),
+    ('{"messages": [{"role": "user"}], "tools": "[]"}\n', ":1'.*`tools` as a list"),
     ("", "at least one row"),
+    ("\n \n", "at least one row"),
 ])  # fmt: skip
 def test_bad_data_is_refused_by_line(text, expected, tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=f"trainer.sft.data.*{expected}") as caught:
-        read_messages(path)
+        read_conversations(path)
     config = RunConfig(mode="sft")
     config.trainer.sft.data = str(path)
     assert [p for p in find_conflicts(config) if p.key == "trainer.sft.data"] == caught.value.problems, "at launch too"
@@ -109,12 +148,12 @@ def test_a_launch_reads_the_first_rows_alone(tmp_path: Path):
     config.trainer.sft.data = str(path)
     assert not [p for p in find_conflicts(config) if p.key == "trainer.sft.data"]
     with pytest.raises(ConfigurationError, match=":101'"):
-        read_messages(path)
+        read_conversations(path)
 
 
 def test_missing_data_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="absent.jsonl"):
-        read_messages(tmp_path / "absent.jsonl")
+        read_conversations(tmp_path / "absent.jsonl")
 
 
 def test_masks_have_the_type_that_messages_want(tokenizer):

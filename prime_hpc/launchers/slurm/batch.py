@@ -17,8 +17,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from prime_hpc.cluster.files import list_fresh, read_json
 from prime_hpc.cluster.lease import EXIT_FENCED, LeaseKeeper
 from prime_hpc.cluster.lease import FILE as LEASE_FILE
@@ -39,6 +37,7 @@ from prime_hpc.launchers.startup import Startup
 from prime_hpc.launchers.supervisor import Supervisor
 from prime_hpc.launchers.verdict import EXIT_INTERRUPTED, verdict
 from prime_hpc.launchers.view import PlainView, View
+from prime_hpc.observe.console import open_console
 from prime_hpc.plan.run_plan import RunPlan, load
 
 POLL_S = 0.5
@@ -69,7 +68,7 @@ def run_job(plan: RunPlan, job: Job) -> int:
     """Run every unit of `job` in the allocation around this process. Returns an exit code."""
     config, paths, job_id = plan.typed_config(), RunPaths(Path(plan.run_dir)), os.environ["SLURM_JOB_ID"]
     main, units, deadline = job.name == MAIN, job.units(plan), Deadline(paths, job_id)
-    view: View = PlainView(Console(width=200))
+    view: View = PlainView(open_console())
     view = _measured(view, plan, paths, job_id) if main else view
     if too_short := deadline.too_short():
         view.say(too_short)

@@ -21,6 +21,7 @@ from prime_hpc.launchers.slurm.sbatch import render_script, write_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
 from prime_hpc.plan.run_plan import RunPlan
 
+WORKING = ("RUNNING", "CONFIGURING", "PENDING", "REQUEUED", "SUSPENDED")
 NO_CONTROLLER = re.compile(r"establish a configuration source|[Uu]nable to contact slurm controller")
 """In what sbatch says on a machine that belongs to no cluster, or whose controller is down."""
 
@@ -119,6 +120,18 @@ def _share(plan: RunPlan, job: Job, pickle: Path) -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(Path("..", pickle.name))
+
+
+def refuse_live(paths: RunPaths) -> None:
+    """Refuse a new attempt beside the job of an earlier one: both would write into one run.
+
+    Raises:
+        InfrastructureFailure: the run's main job waits or runs.
+    """
+    first = next(iter((read_json(paths.job) or {}).get("job_ids", [])), None)
+    if first and (now := state(first)) in WORKING:
+        raise InfrastructureFailure(f"job {first} of this run is {now.lower()}: wait for it, or end it by "
+                                    f"python -m prime_hpc.stop {paths.root}")  # fmt: skip
 
 
 def find(plan: RunPlan) -> RunJob | None:

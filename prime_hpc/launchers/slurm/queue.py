@@ -2,9 +2,10 @@
 
 import datetime
 import os
+import shutil
 import subprocess
 
-STATE, SUBMITTED, STARTED, ENDS = "%T", "%V", "%S", "%e"
+STATE, SUBMITTED, STARTED, ENDS, REASON = "%T", "%V", "%S", "%e", "%r"
 
 
 def ask(job_id: str, field: str) -> dict[str, str]:
@@ -20,6 +21,16 @@ def ask(job_id: str, field: str) -> dict[str, str]:
 def state(job_id: str) -> str | None:
     """State of the job, or part of a job, of that id."""
     return ask(job_id, STATE).get(job_id)
+
+
+def describe_wait(job_id: str) -> str:
+    """Why a job that has not begun waits, or that it will not begin any more; empty where there is no Slurm."""
+    if shutil.which("squeue") is None:
+        return ""
+    found = state(job_id)
+    if found == "PENDING":
+        return f"job {job_id} is pending: {ask(job_id, REASON).get(job_id, 'no reason given')}"
+    return f"job {job_id} is {found.lower()}" if found else f"job {job_id} is not in the queue any more"
 
 
 def moment(job_id: str, field: str) -> float | None:

@@ -13,6 +13,7 @@ from submitit.slurm.slurm import SlurmJobEnvironment
 
 from prime_hpc.cluster import control
 from prime_hpc.cluster.files import read_json, write_json
+from prime_hpc.cluster.lease import FILE as LEASE
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.cluster.rendezvous import STEP_VARIABLE
 from prime_hpc.cluster.role import RESTART_VARIABLE, UNIT_VARIABLE
@@ -44,7 +45,7 @@ class RoleTask:
         SlurmJobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # of this task before its unit was restarted
         os.environ[STEP_VARIABLE] = step_id(plan, unit, os.environ)
         child = spawn(process, plan.group(process).gpus, restart, dies_with_parent=True)
-        _forward_signals(child, unit, paths, drains=job_of(plan, unit).name == MAIN)
+        _forward_signals(child, unit, paths, plan.attempt, drains=job_of(plan, unit).name == MAIN)
         code = child.process.wait()
         write_json(paths.exits / f"{process.name}.json", {"exit_code": code, "time": time.time()})
         if code:
@@ -65,17 +66,19 @@ def step_id(plan: RunPlan, unit: Unit, environment: Mapping[str, str]) -> str:
     return f"{component}.{environment['SLURM_STEP_ID']}"
 
 
-def _forward_signals(child: Child, unit: Unit, paths: RunPaths, *, drains: bool) -> None:
+def _forward_signals(child: Child, unit: Unit, paths: RunPaths, attempt: int, *, drains: bool) -> None:
     """In place of submitit's own handlers, which would requeue the job from inside a task.
 
     A SIGTERM that Slurm sends to the job (preemption, the time limit) becomes a request to drain, which leaves time to
-    save. One that it sends since another task of the step has failed does not; nor does one to a linked job (not
-    `drains`), whose engines work until they are killed, and may come back.
+    save. One that it sends since another task of the step has failed does not, nor one after a newer attempt has taken
+    over, which would drain that one; nor does one to a linked job (not `drains`), whose engines work until they are
+    killed, and may come back.
     """
 
     def end(number: int, _: object) -> None:
         failed = any((read_json(paths.exits / f"{p.name}.json") or {}).get("exit_code") for p in unit.processes)
-        if failed or StoppingMarks(paths).stands(unit.name):
+        superseded = (read_json(paths.rendezvous / LEASE) or {"attempt": attempt})["attempt"] > attempt
+        if failed or superseded or StoppingMarks(paths).stands(unit.name):
             child.process.send_signal(number)
         elif drains:
             control.ask(paths.control, "drain", "Slurm is about to end the job", by=child.name, goes_on=True)
