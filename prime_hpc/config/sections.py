@@ -145,10 +145,10 @@ class MonitorConfig:
     """W&B team or user."""
     rollouts: bool = True
     """Write rollout records to `rollouts/step_N.jsonl.zst`, those of evaluations to the same below
-    `rollouts/evaluations`."""
+    `rollouts/evaluations/SOURCE`."""
     rollouts_gib: Annotated[float, Field(gt=0)] | None = None
-    """Records past this size together are removed, oldest first; all are kept when left out. Those of evaluations have
-    as much for themselves."""
+    """Records past this size together are removed, oldest first; all are kept when left out. Each source of
+    evaluations has as much for itself."""
 
 
 @dataclass(kw_only=True)

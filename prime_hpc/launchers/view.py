@@ -39,7 +39,7 @@ class PlainView:
     def __init__(self, console: Console):
         self._console = console
         self._states: dict[str, str] = {}
-        self._reached: tuple[Any, Any] = (None, None)
+        self._reached: dict[str, Any] = {}
         self._paused = ""
 
     def show(self, snapshot: Snapshot) -> None:
@@ -50,8 +50,9 @@ class PlainView:
         if snapshot.paused not in ("", self._paused):
             self.say(f"paused, since {snapshot.paused}")
         self._paused = snapshot.paused
-        reached = snapshot.progress.get("step"), snapshot.progress.get("evaluated")
-        if reached != self._reached and reached != (None, None):
+        told = snapshot.progress.items()
+        reached = {name: value for name, value in told if name == "step" or name.startswith("eval")}
+        if reached and reached != self._reached:
             self.say(progress_line(snapshot))
         self._reached = reached
 
