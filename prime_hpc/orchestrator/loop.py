@@ -1,7 +1,7 @@
 """The orchestrator's driver: sample without pause, cut a batch whenever one is due, follow the trainer's versions."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,7 +227,7 @@ class Orchestrator:
     async def _follow(self) -> None:
         """Follow the trainer's versions, and evaluate those that are due. One that nobody trains is always the same."""
         if self.trains:
-            await self._evaluate(self.versions.served, self.evaluator.owed(self.versions.served.step))
+            await self._evaluate(self.versions.served, self.evaluator.owed)
         await self.versions.follow(self._on_published, self._on_update)
 
     async def _on_published(self) -> None:
@@ -245,12 +245,12 @@ class Orchestrator:
     async def _on_update(self, version: PolicyVersion, times: UpdateTimes) -> None:
         self.ledger.updated(version, times)
         await self.scheduler.notify()
-        await self._evaluate(version, self.evaluator.due(version.step))
+        await self._evaluate(version, self.evaluator.due)
 
-    async def _evaluate(self, version: PolicyVersion, sources: list[str]) -> None:
+    async def _evaluate(self, version: PolicyVersion, choose: Callable[[int], list[str]]) -> None:
         """Begin to evaluate what serves, and hold updates back where that is wanted. The last version has its time."""
         if version.step < self.config.max_steps:
-            self.evaluator.start(version.step, version, sources)
+            self.evaluator.start(version.step, version, choose(version.step))
             await self.evaluator.hold(version)
 
     async def _evaluate_last(self, step: int) -> None:
