@@ -14,6 +14,7 @@ from rich.console import Console
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
+from prime_hpc.config.checks import source_name
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.preview import Preview
 from prime_hpc.observe.records import SUFFIX, evaluations, read_records, record_path
@@ -26,11 +27,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--evaluation", action="store_true", help="what was sampled to evaluate, in place of a batch")
     parser.add_argument("--step", type=int, help="the batch or evaluation; the newest by default")
     parser.add_argument("--count", type=int, default=4, help="rollouts")
-    parser.add_argument("--source", help="of this source alone")
+    parser.add_argument("--source", help="of this source alone; with --evaluation of the first by default")
     args = parser.parse_args(arguments)
-    rollouts = RunPaths(args.run).rollouts
-    folder = evaluations(rollouts) if args.evaluation else rollouts
-    return cli.run(lambda: show(args.run, folder, args.step, args.count, args.source, Console(highlight=False)))
+    find = evaluated if args.evaluation else trained
+    console = Console(highlight=False)
+    return cli.run(lambda: show(args.run, find(args.run, args.source), args.step, args.count, args.source, console))
+
+
+def trained(run: Path, source: str | None) -> Path:
+    """Where the records of batches lie, whatever the source."""
+    return RunPaths(run).rollouts
+
+
+def evaluated(run: Path, source: str | None) -> Path:
+    """Where the records of the evaluations of `source` lie; of the first one by default."""
+    names = (source_name(s) for s in load(RunPaths(run).plan).typed_config().env.eval.sources)
+    return evaluations(RunPaths(run).rollouts, source or next(names, ""))
 
 
 def show(run: Path, folder: Path, step: int | None, count: int, source: str | None, console: Console) -> int:

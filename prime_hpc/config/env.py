@@ -85,6 +85,16 @@ class SourceConfig:
 
 
 @dataclass(kw_only=True)
+class EvalSourceConfig(SourceConfig):
+    """One stream of tasks that the policy is evaluated on."""
+
+    every: NonNegative | None = None
+    """Steps between evaluations of this source; `env.eval.every` when left out."""
+    rollouts_per_task: Positive | None = None
+    """Rollouts of each task of this source; `env.eval.rollouts_per_task` when left out."""
+
+
+@dataclass(kw_only=True)
 class EvalConfig:
     """Evaluation during training, or alone: with mode=sample and no training source."""
 
@@ -94,12 +104,16 @@ class EvalConfig:
     """Steps between evaluations; 0 evaluates at the end only, where there are sources. A run that trains nothing
     does so once, whatever is said here."""
     every_s: Seconds | None = None
-    """Seconds between evaluations, beside `every`: the first version after them is evaluated."""
+    """Seconds between evaluations of a source, beside `every`: the first version after them is evaluated."""
+    hold_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds for which weight updates wait for an evaluation, at most, so that one version plays all of its episodes;
+    the deadline for batches grows by as much. 0: engines are updated meanwhile, and episodes go on under newer versions
+    (docs/environments.md)."""
     rollouts_per_task: Positive = 1
     """Rollouts of each task."""
     at_start: bool = False
-    """Evaluate the base model first."""
-    sources: list[SourceConfig] = field(default_factory=list)
+    """Evaluate the base model, too."""
+    sources: list[EvalSourceConfig] = field(default_factory=list)
     """What is evaluated."""
 
 

@@ -94,3 +94,8 @@ class RunConfig:
     def evaluates_alone(self) -> bool:
         """Whether the run has no steps: it evaluates its model and ends."""
         return self.mode == "sample" and not self.env.train
+
+    @property
+    def batch_deadline_s(self) -> float:
+        """Deadline of the wait for a batch and for what it is made of, an evaluation that holds them up included."""
+        return self.trainer.batch_timeout_s + self.env.eval.hold_s

@@ -172,10 +172,10 @@ class MonitorConfig:
     """W&B notes: what the run is about."""
     rollouts: bool = True
     """Write rollout records to `rollouts/step_N.jsonl.zst`, those of evaluations to the same below
-    `rollouts/evaluations`."""
+    `rollouts/evaluations/SOURCE`."""
     rollouts_gib: Annotated[float, Field(gt=0)] | None = None
-    """Records past this size together are removed, oldest first; all are kept when left out. Those of evaluations have
-    as much for themselves."""
+    """Records past this size together are removed, oldest first; all are kept when left out. Each source of
+    evaluations has as much for itself."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """What the processes log from this level on; debug lets libraries tell every request too. vLLM has a level of its
     own: `inference.env: {VLLM_LOGGING_LEVEL: DEBUG}`."""

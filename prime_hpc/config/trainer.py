@@ -162,7 +162,7 @@ class TrainerConfig:
     threads: Positive | None = None
     """CPU threads of a rank; cores divided by ranks when left out."""
     batch_timeout_s: Seconds = 3600.0
-    """Deadline of the wait for a batch."""
+    """Deadline of the wait for a batch; `env.eval.hold_s` is added to it."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of a collective among ranks."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -41,7 +41,7 @@ class PlainView:
     def __init__(self, console: Console):
         self._console = console
         self._states: dict[str, str] = {}
-        self._reached: tuple[Any, Any] = (None, None)
+        self._reached: dict[str, Any] = {}
         self._paused = ""
         self._warned: set[str] = set()
 
@@ -57,8 +57,9 @@ class PlainView:
         for warning in (subjects[subject] for subject in subjects if subject not in self._warned):
             self.say(f"warning: {warning}")
         self._warned = set(subjects)
-        reached = snapshot.progress.get("step"), snapshot.progress.get("evaluated")
-        if reached != self._reached and reached != (None, None):
+        told = snapshot.progress.items()
+        reached = {name: value for name, value in told if name == "step" or name.startswith("eval")}
+        if reached and reached != self._reached:
             self.say(progress_line(snapshot))
         self._reached = reached
 

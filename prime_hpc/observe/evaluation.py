@@ -5,13 +5,21 @@ from collections.abc import Mapping
 from typing import Any
 
 _FIGURE = re.compile(r"eval/(?!.+/rewards/)(?P<source>.+?)/(?P<name>reward|errors|avg@\d+|pass[@^]\d+)")
+_OUTCOME = re.compile(r"eval/(?P<source>[^/]+)/(?:reward|errors)")
+
+
+def evaluated_sources(row: Mapping[str, Any]) -> list[str]:
+    """The sources that a row of metrics has figures of."""
+    return list(dict.fromkeys(found["source"] for name in row if (found := _OUTCOME.fullmatch(name))))
 
 
 def newest_evaluation(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of the last evaluation in metrics by step; empty before the first."""
-    found = ({name: value for name, value in row.items() if name.startswith("eval/")}
-             for _, row in sorted(rows.items(), reverse=True))  # fmt: skip
-    return next(filter(None, found), {})
+    """The figures of the last evaluation of each source in metrics by step; empty before the first."""
+    newest: dict[str, dict[str, Any]] = {}
+    for _, row in sorted(rows.items()):
+        for source in evaluated_sources(row):
+            newest[source] = {name: value for name, value in row.items() if name.startswith(f"eval/{source}/")}
+    return {name: value for figures in newest.values() for name, value in figures.items()}
 
 
 def describe_evaluation(row: Mapping[str, Any]) -> list[str]:

@@ -103,9 +103,9 @@ def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample], 
     return manifest, samples, images
 
 
-def evaluations(rollouts: Path) -> Path:
-    """The folder of the rollouts of evaluations, by the step after which they were."""
-    return rollouts / "evaluations"
+def evaluations(rollouts: Path, source: str) -> Path:
+    """The folder of the rollouts of evaluations of `source`, by the step after which they were."""
+    return rollouts / "evaluations" / source
 
 
 def record_path(rollouts: Path, step: int) -> Path:

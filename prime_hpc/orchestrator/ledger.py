@@ -1,7 +1,6 @@
 """What the orchestrator writes down: metrics, rollout records, progress, idle shares, the summary and the curve."""
 
 import asyncio
-import re
 import sys
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ from rich.console import Console
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.observe.curve import draw_reward_curve
+from prime_hpc.observe.evaluation import evaluated_sources
 from prime_hpc.observe.monitor import Monitor, read_metrics
 from prime_hpc.observe.preview import Preview
 from prime_hpc.observe.records import BatchManifest, RolloutRecorder, evaluations, read_records, record_path
@@ -41,10 +41,11 @@ class Ledger:
         self._monitor = Monitor(role)
         records, rollouts = role.config.monitor.rollouts, role.paths.rollouts
         self._recorder = RolloutRecorder(role, rollouts) if records else None
-        self._evaluations = RolloutRecorder(role, evaluations(rollouts)) if records else None
         self._begin = time.monotonic()
         self._rows: dict[int, Metrics] = defaultdict(dict)
         rows = read_metrics(role.paths.metrics)
+        self.last_evaluated = {source: step for step, row in rows.items() for source in evaluated_sources(row)}
+        """By source, the last step with figures of an evaluation."""
         self._reported = max((step for step, row in rows.items() if SINCE_LAST_STEP in row), default=start_step)
         self._changed = asyncio.Condition()
         self._progress: dict[str, float | int] = {}
@@ -90,16 +91,17 @@ class Ledger:
         """More about batch `step`, whose row is not written yet."""
         self._rows[step].update(metrics)
 
-    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Write down an evaluation, and show the reward of each source at once, since after the last nobody looks."""
-        metrics = evaluation.metrics
-        if self._evaluations:
+    async def evaluated(self, evaluation: Evaluation) -> None:
+        """Write down an evaluation, and show the reward at once, since after the last nobody looks."""
+        step, source = evaluation.step, evaluation.source
+        if self._recorder:
+            recorder = RolloutRecorder(self._role, evaluations(self._role.paths.rollouts, source))
             for done in evaluation.rollouts:
-                self._evaluations.add(step, done)
-            await asyncio.to_thread(self._evaluations.flush, step)
-        self._monitor.log(step, metrics)
-        rewards = {source: metrics[key] for key in metrics for source in re.findall("^eval/([^/]+)/reward$", key)}
-        self._progress.update(evaluated=step, **{f"eval_{source}": reward for source, reward in rewards.items()})
+                recorder.add(step, done)
+            await asyncio.to_thread(recorder.flush, step)
+        self._monitor.log(step, evaluation.metrics)
+        reward = evaluation.metrics.get(f"eval/{source}/reward")
+        self._progress.update(evaluated=step, **({} if reward is None else {f"eval_{source}": reward}))
         self._role.rendezvous.publish("sampling", progress=self._progress)
 
     async def answer(self, shelf: BatchShelf, request: BatchRequest) -> RankBatch:

@@ -1,7 +1,7 @@
 """The orchestrator's driver: sample without pause, cut a batch whenever one is due, follow the trainer's versions."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,18 +68,16 @@ class Orchestrator:
                 tasks.create_task(self.fleet.watch()),
                 tasks.create_task(self.server.serve(self._answer)),
             ]
-            await self._prepare()
+            await self._prepare(tasks)
             background += [
                 tasks.create_task(self.frozen.watch()),
                 tasks.create_task(self.live.follow()),
                 tasks.create_task(self.load.follow()),
-                tasks.create_task(self.versions.follow(self._on_published, self._on_update)),
+                tasks.create_task(self._follow()),
                 tasks.create_task(self.scheduler.run()),
                 tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions, self.runner)),
                 tasks.create_task(self._watch_drain()),
             ]
-            if self.trains:
-                await self._evaluate(self.start_step, first=True)
             while not self.config.evaluates_alone and self.versions.shipped < self.config.max_steps:
                 batch = await self._cut(self.versions.shipped + 1)
                 if batch is None:
@@ -96,8 +94,8 @@ class Orchestrator:
         shipped = max(self.start_step, self.journal.state.step)
         self.versions = Versions(self.role, self.fleet, self.lineages, self.start_step, shipped)
 
-    async def _prepare(self) -> None:
-        """Have engines and environments ready, and all that draws from them."""
+    async def _prepare(self, tasks: asyncio.TaskGroup) -> None:
+        """Have engines and environments ready, and all that draws from them; evaluations will run in `tasks`."""
         if self.trains:
             await self.versions.first(self.config.cluster.start_timeout_s)
         train = {source_name(s): s for s in self.config.env.train}
@@ -107,7 +105,8 @@ class Orchestrator:
         self.tasks = TaskStream(train, self.pool.num_tasks, self.config.seed)
         self.tasks.restore(self.journal.state)
         self.runner = Runner(self.role, self.pool, self.fleet, self.frozen)
-        self.evaluator = Evaluator(self.role, self.runner, self.pool)
+        self.evaluator = Evaluator(self.role, self.runner, self.pool, tasks, self.ledger.evaluated,
+                                   self.ledger.last_evaluated)  # fmt: skip
         self.scheduler = Scheduler(self.role, self.runner, self.tasks, self.versions, self.journal,
                                    self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
@@ -223,10 +222,17 @@ class Orchestrator:
         await in_time(self.role, f"the report of step {last}", "trainer-0", self.ledger.wait_reported(last))
         await asyncio.to_thread(self._wait_trained)
         self.role.reach("shutdown.during")
-        await self._evaluate(last, last=True)
+        await self._evaluate_last(last)
+
+    async def _follow(self) -> None:
+        """Follow the trainer's versions, and evaluate those that are due. One that nobody trains is always the same."""
+        if self.trains:
+            await self._evaluate(self.versions.served, self.evaluator.owed)
+        await self.versions.follow(self._on_published, self._on_update)
 
     async def _on_published(self) -> None:
         self._give_up()
+        self.evaluator.cancel_where(lambda version: not self.lineages.alive(version), "the trainer went back")
 
     def _give_up(self) -> None:
         """Drop groups whose first tokens would be too old for the next batch, or come from abandoned weights."""
@@ -239,21 +245,26 @@ class Orchestrator:
     async def _on_update(self, version: PolicyVersion, times: UpdateTimes) -> None:
         self.ledger.updated(version, times)
         await self.scheduler.notify()
-        await self._evaluate(version.step)
+        await self._evaluate(version, self.evaluator.due)
 
-    async def _evaluate(self, step: int, *, first: bool = False, last: bool = False) -> None:
-        """Evaluate the policy after `step`, if that is due. One that nobody trains is always the same."""
-        if not self.evaluator.due(step, first=first, last=last) or (step == self.config.max_steps and not last):
-            return
-        if self.failure:
-            return
-        version = PolicyVersion.parse(self.config.inference.attach.version)
-        if self.trains:
-            await in_time(self.role, f"version {step} in force", "inference-0", self.versions.wait_served(step))
-            version = self.versions.served
-        self.role.reach("evaluation.before")
-        await self.ledger.evaluated(step, await self.evaluator.run(version))
-        self.role.reach("evaluation.after")
+    async def _evaluate(self, version: PolicyVersion, choose: Callable[[int], list[str]]) -> None:
+        """Begin to evaluate what serves, and hold updates back where that is wanted. The last version has its time."""
+        if version.step < self.config.max_steps:
+            self.evaluator.start(version.step, version, choose(version.step))
+            await self.evaluator.hold(version)
+
+    async def _evaluate_last(self, step: int) -> None:
+        """Evaluate what training came to, unless the run leaves before its end: then it does so when it goes on."""
+        early = self.drained and step < self.config.max_steps and not self.config.evaluates_alone
+        if early or self.failure:
+            self.evaluator.close()
+        elif sources := self.evaluator.missing(step):
+            version = PolicyVersion.parse(self.config.inference.attach.version)
+            if self.trains:
+                await in_time(self.role, f"version {step} in force", "inference-0", self.versions.wait_served(step))
+                version = self.versions.served
+            self.evaluator.start(step, version, sources)
+        await self.evaluator.finish()
 
     def _wait_trained(self) -> None:
         """The ranks still need answers until they have marked themselves trained."""

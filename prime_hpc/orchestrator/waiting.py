@@ -16,10 +16,19 @@ async def in_time(role: Role, what: str, owner: str, awaited: Awaitable[T]) -> T
     Raises:
         DeadlineExceeded: it did not come.
     """
-    timeout_s = role.config.trainer.batch_timeout_s
+    timeout_s = role.config.batch_deadline_s
     with role.heart.waiting(what, owner, timeout_s):
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await awaited
-        except TimeoutError:
-            raise DeadlineExceeded(role.process.name, what, owner, timeout_s) from None
+        return await within(timeout_s, role, what, owner, awaited)
+
+
+async def within(timeout_s: float, role: Role, what: str, owner: str, awaited: Awaitable[T]) -> T:
+    """The same under another deadline, for a wait beside the work, which holds nobody up.
+
+    Raises:
+        DeadlineExceeded: it did not come.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await awaited
+    except TimeoutError:
+        raise DeadlineExceeded(role.process.name, what, owner, timeout_s) from None

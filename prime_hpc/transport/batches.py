@@ -56,7 +56,7 @@ class ZmqSource:
 
     def __init__(self, role: Role, rank: int, world: int):
         self._rank, self._world = rank, world
-        self._timeout_s = role.config.trainer.batch_timeout_s
+        self._timeout_s = role.config.batch_deadline_s
         self._role = role
         self._address = role.rendezvous.wait(ORCHESTRATOR, ADDRESS, role.config.cluster.start_timeout_s)
         self._socket = sockets.dealer(zmq.Context.instance(), role.secrets, self._address, role.process.name)
@@ -104,7 +104,7 @@ class FileSource:
     def __init__(self, role: Role, rank: int, world: int, *, asks: bool):
         self._root = role.paths.batches
         self._rank, self._world, self._asks = rank, world, asks
-        self._timeout_s = role.config.trainer.batch_timeout_s
+        self._timeout_s = role.config.batch_deadline_s
         self._role = role
         self._told = -1
         """The step before which this rank was told to write weights."""

@@ -110,7 +110,7 @@ def test_a_run_attaches_changes_the_weights_and_leaves_the_fleet_as_it_is(fleet:
     reward = evaluated.summary["eval/held_out/reward"]
     assert row["eval/held_out/reward"] == row["eval/held_out/avg@4"] == reward
     assert f"evaluated held_out: reward {reward:.4g}, errors 0, avg@4 {reward:.4g}, pass@1 " in text
-    records = list(read_records(record_path(evaluations(evaluated.root / "rollouts"), 0)))
+    records = list(read_records(record_path(evaluations(evaluated.root / "rollouts", "held_out"), 0)))
     assert len(records) == 256 and sum(record["reward"] for record in records) / 256 == pytest.approx(reward)
     claim = {"holder": "another run", "seconds": 1.0, "exclusive": True}
     headers = {"Authorization": f"Bearer {secrets.token_file(fleet.root).read_text()}"}

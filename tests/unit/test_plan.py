@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.env import EvalSourceConfig, SourceConfig
 from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
@@ -53,7 +53,8 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 
 def test_an_evaluation_alone_has_engines_and_the_workers_of_its_sources(tmp_path: Path) -> None:
     made = config()
-    made.mode, made.env.eval.sources, made.env.train = "sample", made.env.train, []
+    made.mode, made.env.train = "sample", []
+    made.env.eval.sources = [EvalSourceConfig(id="prime_hpc.envs.reverse_text")]
     plan = build_plan(made, tmp_path / "run", Attempt(), gpus=0)
     assert [p.name for p in plan.processes] == ["orchestrator-0", "env-reverse_text-0", "env-reverse_text-1",
                                                 "inference-0"]  # fmt: skip

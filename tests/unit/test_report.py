@@ -40,12 +40,14 @@ def test_each_seat_has_its_mean_reward_where_several_play() -> None:
     assert "eval/s/solver/reward" not in eval_metrics("s", [seats(("solver", 1.0))])
 
 
-def test_a_summary_has_the_figures_of_the_newest_evaluation_for_people_too() -> None:
-    rows = {0: {"eval/s/reward": 0.1}, 4: eval_metrics("s", [rollout("a", 1.0), rollout("a", 0.0)]), 5: {"loss": 1.0}}
+def test_a_summary_has_the_figures_of_the_newest_evaluation_of_each_source_for_people_too() -> None:
+    rows = {0: {"eval/s/reward": 0.1, "eval/s/errors": 0, "eval/t/reward": 0.2, "eval/t/errors": 1},
+            4: eval_metrics("s", [rollout("a", 1.0), rollout("a", 0.0)]), 5: {"loss": 1.0}}  # fmt: skip
     summary = summarise(rows, 1.0, {})
     assert (summary["steps"], summary["eval/s/reward"], summary["eval/s/avg@2"]) == (5, 0.5, 0.5)
     assert describe_evaluation(summary) == [
-        "s: reward 0.5, errors 0, avg@2 0.5, pass@1 0.5, pass^1 0.5, pass@2 1, pass^2 0"
+        "s: reward 0.5, errors 0, avg@2 0.5, pass@1 0.5, pass^1 0.5, pass@2 1, pass^2 0",
+        "t: reward 0.2, errors 1",
     ]
     assert describe_evaluation(summarise({1: {"loss": 1.0}}, 1.0, {})) == []
 
