@@ -19,29 +19,37 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
        "routed_scaling_factor": 1.7, **EXPERTS}  # fmt: skip
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+         "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "initializer_range": 0.1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                             "mrope_section": [1, 1, 0], "mrope_interleaved": True}}  # fmt: skip
 CONFIGS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3_5_text": ("qwen3_5_text", DELTA),
+    "qwen3_5_text, tied": ("qwen3_5_text", {**DELTA, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "mlp_only_layers": [1], "norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe, plain": ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, **EXPERTS}),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
 }
 """By name: model type, and what its configuration has beside `SHAPE`."""
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "glm4_moe")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:
     """Write a random model of transformers to `path`, no parameter of which is zero or one, and return it."""
     model_type, others = CONFIGS[name]
     torch.manual_seed(3)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE, **others)).eval()
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SHAPE, **others})).eval()
     for key, tensor in hf.state_dict().items():
         if key.endswith(("norm.weight", "bias", "gate.weight")):
             tensor += 0.3 * torch.randn_like(tensor)
+        elif key.endswith("A_log"):
+            tensor.uniform_(-4, 0)  # else nothing would be left of a state after a few tokens
     hf.save_pretrained(path)
     return hf
 

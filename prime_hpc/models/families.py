@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
-from prime_hpc.models.spec import HFConfig
+from prime_hpc.models.spec import HFConfig, linear_layers
 
 if TYPE_CHECKING:
     from prime_hpc.models.family import Family
@@ -19,6 +19,7 @@ MODULES = {
     "llama": "prime_hpc.models.llama",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
+    "qwen3_5_text": "prime_hpc.models.qwen3_5",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
 SEEING = ("qwen3_vl",)
@@ -62,6 +63,10 @@ def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
 
 def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[ConfigProblem]:
     problems = []
+    if linear_layers(hf_config):
+        expected = ("a model that runs natively, as it has linear attention, whose state goes from document to "
+                    f"document of a row in transformers, and {why}")  # fmt: skip
+        problems.append(ConfigProblem("model.path", config.model.path, expected))
     if config.trainer.router_replay:
         expected = f"false, since only native models can replay, and {why}"
         problems.append(ConfigProblem("trainer.router_replay", True, expected))

@@ -1,7 +1,7 @@
 """What a model costs, from the dictionary of its config.json alone: parameters, FLOPs, bytes of KV cache.
 
-Covers decoder-only transformers: dense and mixture-of-experts, grouped-query and latent attention. Of a composite
-(vision-language) config only the text model counts.
+Covers decoder-only transformers: dense and mixture-of-experts, grouped-query and latent attention, gated delta rules
+between layers of attention. Of a composite (vision-language) config only the text model counts.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 """Model types whose query, key and value projections always have a bias."""
 _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
+_GATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Model types with a gate for each channel that attention gives."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text", *_GATED)
 """Model types that normalise each query and key head."""
 
 
@@ -62,24 +64,32 @@ def train_flops(hf_config: HFConfig, seq_lens: list[int], *, frozen: bool = Fals
 
     Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
     sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs (the accounting of PaLM, appendix B, with
-    the mask and the true head dimension).
+    the mask and the true head dimension). A delta rule reads its state `heads * d_k * d_v` twice and writes it once for
+    each token, whatever more its chunks compute.
     """
     text = _text(hf_config)
-    matrices = sum(layer.shared + layer.chosen_experts for layer in _layers(text))
+    matrices, linear = sum(layer.shared + layer.chosen_experts for layer in _layers(text)), linear_layers(text)
     per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
-    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * text["num_hidden_layers"]
-    pairs = sum(n * (n + 1) // 2 for n in seq_lens)
-    return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs
+    per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text)) * (text["num_hidden_layers"] - linear)
+    pairs, state = sum(n * (n + 1) // 2 for n in seq_lens), 6 * linear * _state(text) if linear else 0
+    return ((2.0 if frozen else 3.0) * per_token + 3.0 * state) * sum(seq_lens) + 3.0 * per_pair * pairs
+
+
+def linear_layers(hf_config: HFConfig) -> int:
+    """Layers whose tokens are mixed by a state that one hands to the next, rather than by attention."""
+    text = _text(hf_config)
+    return sum(_is_linear(text, i) for i in range(text.get("num_hidden_layers") or 0))
 
 
 def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
-    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only."""
+    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only, linear
+    attention nothing that grows with the tokens."""
     text = _text(hf_config)
     if text.get("kv_lora_rank"):
         values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     else:
         values = 2 * _kv_heads(text) * _head_dim(text)
-    return text["num_hidden_layers"] * values * dtype_bytes
+    return (text["num_hidden_layers"] - linear_layers(text)) * values * dtype_bytes
 
 
 def root_params(hf_config: HFConfig) -> int:
@@ -101,8 +111,9 @@ def layer_params(hf_config: HFConfig) -> list[tuple[int, int]]:
 class Widths:
     """Channels of one token inside a decoder layer.
 
-    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them.
-    `feed_forward` is that of the gate, summed over the experts that a token meets, of which `routed` are routed ones.
+    `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them, `mixed`
+    what a gated delta rule does, and `single` what it keeps in float32. `feed_forward` is that of the gate, summed over
+    the experts that a token meets, of which `routed` are routed ones.
     """
 
     hidden: int
@@ -114,6 +125,9 @@ class Widths:
     norms_heads: bool
     feed_forward: int
     routed: int
+    mixed: int = 0
+    single: int = 0
+    norms_in_single: bool = False
 
 
 def layer_widths(hf_config: HFConfig) -> list[Widths]:
@@ -145,7 +159,7 @@ def divisions(hf_config: HFConfig) -> Divisions:
     experts, width = _num_experts(text), text.get("moe_intermediate_size") or text["intermediate_size"]
     dense = not all(_is_sparse(text, i) for i in range(text["num_hidden_layers"])) if experts else True
     shared = text.get("shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
-    widths = [size for size in (text["intermediate_size"] * dense, shared * bool(experts)) if size]
+    widths = [size for size in (text["intermediate_size"] if dense else 0, shared * bool(experts)) if size]
     return Divisions(text["hidden_size"], text["num_attention_heads"], _kv_heads(text), widths, experts, width)
 
 
@@ -163,16 +177,45 @@ def _text(hf_config: HFConfig) -> HFConfig:
 
 
 def _layers(text: HFConfig) -> list[_Layer]:
-    attention, vectors = _attention(text)
+    kinds = [(_is_linear(text, i), _is_sparse(text, i)) for i in range(text["num_hidden_layers"])]
+    layers = {kind: _layer(text, *kind) for kind in set(kinds)}
+    return [layers[kind] for kind in kinds]
+
+
+def _layer(text: HFConfig, linear: bool, sparse: bool) -> _Layer:
+    mixer, vectors = _delta_net(text) if linear else _attention(text)
     vectors += 2 * text["hidden_size"]
-    dense = _Layer(attention + _gated(text, text["intermediate_size"]), 0, 0, vectors)
-    if not _num_experts(text):
-        return [dense] * text["num_hidden_layers"]
+    if not sparse:
+        return _Layer(mixer + _gated(text, text["intermediate_size"]), 0, 0, vectors)
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
     expert = _gated(text, width)
-    always = attention + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
-    sparse = _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
-    return [sparse if _is_sparse(text, i) else dense for i in range(text["num_hidden_layers"])]
+    always = mixer + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
+    return _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
+
+
+def _delta_net(text: HFConfig) -> tuple[int, int]:
+    """As `_attention`, for a gated delta rule; its convolution costs as much as a matrix of as many weights."""
+    hidden, heads, (keys, values) = text["hidden_size"], text["linear_num_value_heads"], _linear_dims(text)
+    channels = 2 * keys + values
+    matrices = hidden * (channels + 2 * values + 2 * heads) + channels * text["linear_conv_kernel_dim"]
+    return matrices, 2 * heads + text["linear_value_head_dim"]
+
+
+def _linear_dims(text: HFConfig) -> tuple[int, int]:
+    """Channels of all key heads, and of all value heads, of a gated delta rule."""
+    return (text["linear_num_key_heads"] * text["linear_key_head_dim"],
+            text["linear_num_value_heads"] * text["linear_value_head_dim"])  # fmt: skip
+
+
+def _state(text: HFConfig) -> int:
+    """Numbers in the state of a gated delta rule."""
+    return text["linear_num_value_heads"] * text["linear_key_head_dim"] * text["linear_value_head_dim"]
+
+
+def _is_linear(text: HFConfig, layer: int) -> bool:
+    if text.get("layer_types"):
+        return text["layer_types"][layer] == "linear_attention"
+    return "linear_num_value_heads" in text and (layer + 1) % text.get("full_attention_interval", 4) != 0
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
@@ -181,16 +224,16 @@ def _attention(text: HFConfig) -> tuple[int, int]:
         return _latent_attention(text)
     hidden, heads, kv_heads, dim = text["hidden_size"], text["num_attention_heads"], _kv_heads(text), _head_dim(text)
     kind, bias = text.get("model_type"), text.get("attention_bias", False)
-    vectors = 0
+    gates, vectors = heads if kind in _GATED else 0, 0
     if bias or kind in _QKV_BIAS:
-        vectors += (heads + 2 * kv_heads) * dim
+        vectors += (heads + gates + 2 * kv_heads) * dim
     if bias and kind not in _NO_OUTPUT_BIAS:
         vectors += hidden
     if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         vectors += 2 * dim
     if kind == "minimax_m2":
         vectors += (heads + kv_heads) * dim
-    return hidden * (2 * heads + 2 * kv_heads) * dim, vectors
+    return hidden * (2 * heads + gates + 2 * kv_heads) * dim, vectors
 
 
 def _latent_attention(text: HFConfig) -> tuple[int, int]:
@@ -216,7 +259,9 @@ def _shared_experts(text: HFConfig, width: int) -> int:
 
 
 def _is_sparse(text: HFConfig, layer: int) -> bool:
-    """Whether a layer of a mixture-of-experts model has experts; the rules of the known families."""
+    """Whether a layer has experts; the rules of the known families."""
+    if not _num_experts(text):
+        return False
     if text.get("mlp_layer_types"):
         return text["mlp_layer_types"][layer] == "sparse"
     if layer < text.get("first_k_dense_replace", 0) or layer in (text.get("mlp_only_layers") or ()):
@@ -235,17 +280,14 @@ def _gated(text: HFConfig, width: int) -> int:
 
 
 def _widths(text: HFConfig, layer: int) -> Widths:
+    feed_forward, routed = _feed_forward(text, layer)
+    if _is_linear(text, layer):
+        return _linear_widths(text, feed_forward, routed)
     heads, (query, value), latent = text["num_attention_heads"], _head_dims(text), text.get("kv_lora_rank") or 0
-    kv_heads = heads if latent else _kv_heads(text)
-    kind, experts = text.get("model_type"), _num_experts(text)
-    feed_forward, routed = text["intermediate_size"], 0
-    if experts and _is_sparse(text, layer):
-        width = text.get("moe_intermediate_size") or text["intermediate_size"]
-        routed = text["num_experts_per_tok"]
-        feed_forward = routed * width + _shared_experts(text, width) // (3 * text["hidden_size"])
+    kv_heads, kind = heads if latent else _kv_heads(text), text.get("model_type")
     return Widths(
         hidden=text["hidden_size"],
-        query=heads * query,
+        query=heads * query * (2 if kind in _GATED else 1),
         key=kv_heads * query,
         value=kv_heads * value,
         out=heads * value,
@@ -253,7 +295,36 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         norms_heads=kind in _HEAD_NORMS or (kind == "glm4_moe" and bool(text.get("use_qk_norm"))),
         feed_forward=feed_forward,
         routed=routed,
+        norms_in_single=kind in _GATED,
     )
+
+
+def _linear_widths(text: HFConfig, feed_forward: int, routed: int) -> Widths:
+    """Of the kernels of flash-linear-attention: what is convolved is kept before and after, and the inverse that a
+    chunk of 64 tokens has for each head; gate and norm have two channels each in float32."""
+    (keys, values), heads = _linear_dims(text), text["linear_num_value_heads"]
+    return Widths(
+        hidden=text["hidden_size"],
+        query=keys,
+        key=keys,
+        value=values,
+        out=values,
+        latent=0,
+        norms_heads=False,
+        feed_forward=feed_forward,
+        routed=routed,
+        mixed=2 * keys + values + 64 * heads,
+        single=4 * values,
+        norms_in_single=True,
+    )
+
+
+def _feed_forward(text: HFConfig, layer: int) -> tuple[int, int]:
+    """Channels of the gates of a token's experts, or of the dense MLP, and the number of routed experts."""
+    if not _is_sparse(text, layer):
+        return text["intermediate_size"], 0
+    width, routed = text.get("moe_intermediate_size") or text["intermediate_size"], text["num_experts_per_tok"]
+    return routed * width + _shared_experts(text, width) // (3 * text["hidden_size"]), routed
 
 
 def _num_experts(text: HFConfig) -> int:

@@ -22,7 +22,8 @@ from tests.models_support import assert_near, checkpoint_gradients, save_model
 from tests.trainer_support import TrainerRun, make_run
 
 SEQ_LENS = [5, 1, 9, 5]
-SHARDED = [("qwen3, yarn", "native"), ("qwen3", "hf"), ("qwen3_moe", "native"), ("glm4_moe", "native")]
+SHARDED = [("qwen3, yarn", "native"), ("qwen3", "hf"), ("qwen3_moe", "native"), ("glm4_moe", "native"),
+           ("qwen3_5_text", "native")]  # fmt: skip
 """Seven experts over two ranks among them."""
 
 

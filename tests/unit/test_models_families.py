@@ -9,7 +9,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.models.families import MODULES, choose_implementation, find_model_problems, find_obstacle, load_family
 
 OBSTACLES = {
-    "gpt2 is not among glm4_moe, llama, qwen2, qwen3, qwen3_moe": {"model_type": "gpt2"},
+    "gpt2 is not among glm4_moe, llama, qwen2, qwen3, qwen3_5_text, qwen3_moe": {"model_type": "gpt2"},
     "it has sliding-window attention": {"model_type": "qwen3", "use_sliding_window": True},
     "its activation is gelu, not silu": {"model_type": "llama", "hidden_act": "gelu"},
     "its rotary embedding is longrope, not one of default, linear, llama3, yarn": {
@@ -58,7 +58,7 @@ def test_native_is_refused_before_anything_starts_where_it_cannot_run(tmp_path):
     config.trainer.attn = "eager"
     assert [str(problem) for problem in find_model_problems(config)] == [
         "model.impl = 'native': expected auto or hf for this model, since gpt2 is not among glm4_moe, llama, qwen2, "
-        "qwen3, qwen3_moe",
+        "qwen3, qwen3_5_text, qwen3_moe",
         "trainer.attn = 'eager': expected auto, or another that packs documents",
     ]
 
@@ -72,6 +72,16 @@ def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
     assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay"]
     config.model.impl = "auto"
     assert find_model_problems(config) == []
+
+
+def test_linear_attention_runs_natively_alone(tmp_path):
+    linear = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    assert find_model_problems(make_config(tmp_path, "auto", model_type="qwen3_5_text", **linear)) == []
+    for impl, model_type, obstacle in (("hf", "qwen3_5_text", "model.impl or trainer.attn ask for transformers"),
+                                       ("auto", "olmo_hybrid", "olmo_hybrid is not among glm4_moe")):  # fmt: skip
+        [problem] = find_model_problems(make_config(tmp_path, impl, model_type=model_type, **linear))
+        assert problem.key == "model.path" and "whose state goes from document to document" in problem.expected
+        assert obstacle in problem.expected
 
 
 def test_what_a_model_that_sees_cannot_do_is_refused(tmp_path):
