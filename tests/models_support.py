@@ -31,13 +31,17 @@ CONFIGS = {
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3_5_text": ("qwen3_5_text", DELTA),
     "qwen3_5_text, tied": ("qwen3_5_text", {**DELTA, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 20},
+    ),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "mlp_only_layers": [1], "norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe, plain": ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, **EXPERTS}),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, biases": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False}),
 }
 """By name: model type, and what its configuration has beside `SHAPE`."""
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "glm4_moe")
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "glm4_moe")
 
 
 def save_model(name: str, path: Path) -> PreTrainedModel:

@@ -19,6 +19,7 @@ MODULES = {
     "llama": "prime_hpc.models.llama",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
+    "qwen3_5_moe_text": "prime_hpc.models.qwen3_5_moe",
     "qwen3_5_text": "prime_hpc.models.qwen3_5",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }

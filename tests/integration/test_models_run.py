@@ -23,7 +23,7 @@ from tests.trainer_support import TrainerRun, make_run
 
 SEQ_LENS = [5, 1, 9, 5]
 SHARDED = [("qwen3, yarn", "native"), ("qwen3", "hf"), ("qwen3_moe", "native"), ("glm4_moe", "native"),
-           ("qwen3_5_text", "native")]  # fmt: skip
+           ("qwen3_5_text", "native"), ("qwen3_5_moe_text", "native")]  # fmt: skip
 """Seven experts over two ranks among them."""
 
 

@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
 DENSE, BIASED, SPARSE, GLM = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe"
+LINEAR = "qwen3_5_moe_text"
 LAYOUTS = [
     (2, {}),
     (4, {}),
@@ -47,6 +48,7 @@ CASES = [
     (4, BIASED, "native", {"tp": 2, "dp_replicate": 2}),
     (4, SPARSE, "native", {"ep": 4}),
     (2, GLM, "native", {"ep": 2, "ep_dispatch": "deepep"}),
+    (4, LINEAR, "native", {"ep": 2, "dp_replicate": 2}),
     (2, DENSE, "hf", {}),
     (2, DENSE, "hf", {"cp": 2}),
     (4, DENSE, "hf", {"cp": 2, "cp_style": "ring"}),
@@ -56,7 +58,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def compute(tmp_path_factory):
     """Runs a case and keeps what one rank computes of a model."""
-    models = {name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM)}
+    models = {name: tmp_path_factory.mktemp("model") for name in (DENSE, BIASED, SPARSE, GLM, LINEAR)}
     for name, path in models.items():
         save_model(name, path)
 

@@ -9,7 +9,9 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.models.families import MODULES, choose_implementation, find_model_problems, find_obstacle, load_family
 
 OBSTACLES = {
-    "gpt2 is not among glm4_moe, llama, qwen2, qwen3, qwen3_5_text, qwen3_moe": {"model_type": "gpt2"},
+    "gpt2 is not among glm4_moe, llama, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe": {
+        "model_type": "gpt2"
+    },
     "it has sliding-window attention": {"model_type": "qwen3", "use_sliding_window": True},
     "its activation is gelu, not silu": {"model_type": "llama", "hidden_act": "gelu"},
     "its rotary embedding is longrope, not one of default, linear, llama3, yarn": {
@@ -31,7 +33,7 @@ def test_every_family_can_be_loaded(model_type):
     experts = list(load_family(model_type).conversion.pieces("model.layers.1.mlp.experts.up_proj", (3, 8, 4)))
     sparse = [(f"model.layers.1.mlp.experts.{i}.up_proj.weight", i) for i in range(3)]
     dense = [("model.layers.1.mlp.experts.up_proj", None)]
-    assert [(piece.name, piece.index) for piece in experts] == (sparse if model_type.endswith("moe") else dense)
+    assert [(piece.name, piece.index) for piece in experts] == (sparse if "moe" in model_type else dense)
 
 
 def make_config(path: Path, impl: str, **hf_config: object) -> RunConfig:
@@ -58,7 +60,7 @@ def test_native_is_refused_before_anything_starts_where_it_cannot_run(tmp_path):
     config.trainer.attn = "eager"
     assert [str(problem) for problem in find_model_problems(config)] == [
         "model.impl = 'native': expected auto or hf for this model, since gpt2 is not among glm4_moe, llama, qwen2, "
-        "qwen3, qwen3_5_text, qwen3_moe",
+        "qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe",
         "trainer.attn = 'eager': expected auto, or another that packs documents",
     ]
 
