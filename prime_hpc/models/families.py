@@ -25,6 +25,8 @@ MODULES = {
 }
 SEEING = ("qwen3_vl",)
 """Image-text models, all of transformers."""
+TOWERED = ("qwen3_5", "qwen3_5_moe")
+"""Image-text models of which only the text is trained, once it was taken out."""
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Where a model's image processor is described; the second describes others beside it."""
 EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
@@ -40,6 +42,10 @@ def load_family(model_type: str) -> Family:
 def find_obstacle(hf_config: HFConfig) -> str | None:
     """Why a model cannot run on an implementation of our own, or None if it can."""
     model_type = hf_config.get("model_type")
+    if model_type in TOWERED:
+        return (
+            f"{model_type} has a vision tower (`python -m tools.text_model FOLDER --out TEXT` takes the text model out)"
+        )
     if model_type not in MODULES:
         return f"{model_type} is not among {', '.join(MODULES)}"
     if hf_config.get("use_sliding_window") or "sliding_attention" in (hf_config.get("layer_types") or ()):
