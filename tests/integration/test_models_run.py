@@ -113,6 +113,20 @@ def test_a_sparse_model_is_published_as_its_checkpoint_was(tmp_path, sparse_mode
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "glm4_moe"
 
 
+def test_a_model_with_linear_attention_is_trained_and_published_as_its_checkpoint_was(tmp_path):
+    save_model("qwen3_5_moe_text", tmp_path / "base")
+    make_char_tokenizer(tmp_path / "base")
+    run = make_run(tmp_path / "run", tmp_path / "base", max_steps=2, update={"keep_versions": 9}).record(2).train()
+    stored, published = load_file(tmp_path / "base" / "model.safetensors"), run.weights("0.0")
+    assert published.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in published.items())
+    trained = run.weights("0.2")
+    assert not any(torch.equal(tensor, stored[name]) for name, tensor in trained.items() if "linear_attn" in name)
+    assert all(0 < run.report(step).metrics["optim/grad_norm"] < 100 for step in (1, 2))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert torch.equal(hf.model.layers[0].linear_attn.A_log, trained["model.layers.0.linear_attn.A_log"])
+
+
 def test_a_resumed_sparse_run_goes_on_with_its_corrections(tmp_path, sparse_model):
     whole = train_sparse(tmp_path / "whole", sparse_model, ranks=1)
     settings = {"trainer": {"router_bias_rate": 0.125, "publish_dtype": "bfloat16"}}
