@@ -7,9 +7,11 @@ A model is handed a `Recurrence` and knows nothing of documents, devices or kern
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
@@ -20,6 +22,10 @@ CHUNK = 64
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 FLA, TORCH = "fla", "torch"
+INSTALL = "pip install 'prime-hpc[fla]'"
+BROKEN_ON_HOPPER = Version("3.4.0"), Version("3.7.1")
+"""From this release of Triton to before that one, gradients of fla's own kernels are wrong on Hopper
+(github.com/fla-org/flash-linear-attention/issues/640); it takes those of tilelang where that is installed."""
 
 
 class Recurrence(Protocol):
@@ -167,18 +173,29 @@ class CachedRecurrence:
         return output
 
 
-def choose_recurrence(wanted: str, device: torch.device) -> str:
-    """The kernels for `trainer.linear_attn`: `auto` takes those of fla on a GPU where it is installed.
+def choose_recurrence(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernels for `trainer.linear_attn`; `auto` takes those of fla where they run.
 
     Raises:
         ConfigurationError: the wanted ones cannot run here; says why.
     """
-    installed = importlib.util.find_spec("fla") is not None
-    obstacle = "needs a GPU" if device.type != "cuda" else None if installed else (
-        "needs flash-linear-attention, which is not installed (pip install 'prime-hpc[fla]')")  # fmt: skip
+    obstacle = None if wanted == TORCH else _obstacle(device, dtype)
     if wanted == FLA and obstacle:
         raise ConfigurationError([ConfigProblem("trainer.linear_attn", FLA, f"auto or torch, since fla {obstacle}")])
     return TORCH if obstacle or wanted == TORCH else FLA
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels of fla cannot run."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return f"needs half precision on a GPU, not {str(dtype).removeprefix('torch.')} on {device.type}"
+    if importlib.util.find_spec("fla") is None:
+        return f"needs flash-linear-attention, which is not installed ({INSTALL})"
+    if torch.cuda.get_device_capability(device) == (9, 0) and importlib.util.find_spec("tilelang") is None:
+        triton = Version(version("triton"))
+        if BROKEN_ON_HOPPER[0] <= triton < BROKEN_ON_HOPPER[1]:
+            return f"needs tilelang on Hopper, where Triton {triton} gives wrong gradients ({INSTALL})"
+    return None
 
 
 def open_recurrence(kernels: str, seq_lens: list[int], device: torch.device) -> Recurrence:

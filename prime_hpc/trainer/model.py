@@ -28,7 +28,7 @@ from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.lora import LoRA, attach
-from prime_hpc.models.recurrence import TORCH, CachedRecurrence, choose_recurrence, open_recurrence
+from prime_hpc.models.recurrence import INSTALL, TORCH, CachedRecurrence, choose_recurrence, open_recurrence
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
@@ -43,7 +43,7 @@ from prime_hpc.trainer.parallel.shard import divide_blocks, shard
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.vision import ImageReader, Pixels, image_places, position_ids
 
-SLOW = " (slow for linear attention: pip install 'prime-hpc[fla]')"
+SLOW = f" (slow for linear attention in half precision: {INSTALL})"
 
 
 class PolicyModel(nn.Module):
@@ -352,7 +352,10 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     dtype = getattr(torch, trainer.dtype)
     backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
     if families.choose_implementation(config, hf_config.to_dict()) == "native":
-        family, linear = families.load_family(hf_config.model_type), choose_recurrence(trainer.linear_attn, device)
+        family, linear = (
+            families.load_family(hf_config.model_type),
+            choose_recurrence(trainer.linear_attn, device, dtype),
+        )
         return NativePolicy(family, hf_config, backend, linear, trainer.head_chunk_tokens)
     attn = attention.choose_implementation(backend, hf_config.get_text_config())
     if hf_config.model_type in families.SEEING:

@@ -63,7 +63,7 @@ def test_backends_in_half_precision_equal_the_fallback_in_float32(name):
 @pytest.mark.parametrize("value_heads", [2, 4])
 def test_delta_rules_of_fla_in_half_precision_equal_the_fallback_in_float32(value_heads):
     try:
-        choose_recurrence("fla", DEVICE)
+        choose_recurrence("fla", DEVICE, torch.bfloat16)
     except ConfigurationError as error:
         pytest.skip(str(error))
     torch.manual_seed(0)

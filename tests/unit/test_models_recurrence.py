@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigurationError
+from prime_hpc.models import recurrence
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.recurrence import CHUNK, CachedRecurrence, TorchRecurrence, choose_recurrence
 from prime_hpc.trainer.distributed import World
@@ -96,18 +97,50 @@ def test_sequences_that_grow_step_by_step_have_the_state_of_whole_ones():
         assert_near(torch.cat([found[0, 2:], found[1]]), expected)
 
 
-def test_kernels_are_those_of_fla_where_it_runs_and_others_are_refused(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert [choose_recurrence(wanted, GPU) for wanted in ("auto", "torch")] == ["torch", "torch"]
-    with pytest.raises(
-        ConfigurationError, match=r"trainer\.linear_attn = 'fla': expected auto or torch, .* not installed"
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to be a GPU of a compute capability with these packages and this Triton."""
+
+    def pretend(capability: tuple[int, int], packages: tuple[str, ...], triton: str = "3.6.0") -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in packages else None)
+        monkeypatch.setattr(recurrence, "version", lambda name: triton)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "triton", "kernels"),
+    [
+        ((8, 0), ("fla",), "3.6.0", "fla"),
+        ((9, 0), ("fla", "tilelang"), "3.6.0", "fla"),
+        ((9, 0), ("fla",), "3.6.0", "torch"),
+        ((9, 0), ("fla",), "3.7.1", "fla"),
+        ((9, 0), (), "3.7.1", "torch"),
+    ],
+)
+def test_auto_takes_fla_where_its_gradients_are_right(capability, packages, triton, kernels, machine):
+    machine(capability, packages, triton)
+    assert choose_recurrence("auto", GPU, torch.bfloat16) == kernels
+    assert choose_recurrence("torch", GPU, torch.bfloat16) == "torch"
+    assert choose_recurrence("auto", GPU, torch.float32) == choose_recurrence("auto", CPU, torch.bfloat16) == "torch"
+
+
+def test_kernels_that_cannot_run_are_refused_with_the_reason(machine):
+    for device, dtype, packages, reason in (
+        (CPU, torch.bfloat16, ("fla",), "needs half precision on a GPU, not bfloat16 on cpu"),
+        (
+            GPU,
+            torch.bfloat16,
+            (),
+            "needs flash-linear-attention, which is not installed (pip install 'prime-hpc[fla]')",
+        ),
+        (GPU, torch.bfloat16, ("fla",), "needs tilelang on Hopper, where Triton 3.6.0 gives wrong gradients"),
     ):
-        choose_recurrence("fla", GPU)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert [choose_recurrence(wanted, GPU) for wanted in ("auto", "fla", "torch")] == ["fla", "fla", "torch"]
-    assert choose_recurrence("auto", CPU) == "torch"
-    with pytest.raises(ConfigurationError, match="since fla needs a GPU"):
-        choose_recurrence("fla", CPU)
+        machine((9, 0), packages)
+        with pytest.raises(ConfigurationError, match="trainer.linear_attn = 'fla'") as refusal:
+            choose_recurrence("fla", device, dtype)
+        assert f"expected auto or torch, since fla {reason}" in str(refusal.value)
 
 
 @pytest.fixture(scope="module")
