@@ -130,6 +130,7 @@ class FlaRecurrence:
 
     @torch.compiler.disable
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        query, key = (_share(x, value) for x in (query, key))
         inputs = (x.contiguous()[None] for x in (query, key, value, log_decay, beta))
         return self._delta_rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=self._bounds_there,
                                 cu_seqlens_cpu=self._bounds)[0][0]  # fmt: skip
@@ -219,11 +220,15 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """As `Recurrence.delta_rule`, from `state` float32[documents, heads, d_k, d_v]; gives also the last state of the
     documents of the last round."""
-    shared = value.shape[1] // key.shape[1]
-    q, k = (_normalise(x.float()).repeat_interleave(shared, dim=1) for x in (query, key))
+    q, k = (_share(_normalise(x.float()), value) for x in (query, key))
     inputs = (chunks.lay_out(x.float()) for x in (q * q.shape[-1] ** -0.5, k, value, log_decay, beta))
     output, state = _advance(chunks.rounds, state, *inputs)
     return chunks.restore(output).to(value.dtype), state
+
+
+def _share(x: Tensor, value: Tensor) -> Tensor:
+    """[n, heads, d_k], as many heads as those of the value."""
+    return x.repeat_interleave(value.shape[1] // x.shape[1], dim=1)
 
 
 def _normalise(x: Tensor) -> Tensor:

@@ -300,8 +300,8 @@ def _widths(text: HFConfig, layer: int) -> Widths:
 
 
 def _linear_widths(text: HFConfig, feed_forward: int, routed: int) -> Widths:
-    """Of the kernels of flash-linear-attention: what is convolved is kept before and after, and the inverse that a
-    chunk of 64 tokens has for each head; gate and norm have two channels each in float32."""
+    """Of the kernels of flash-linear-attention: what is convolved is kept before and, with keys for every head, after,
+    and the inverse that a chunk of 64 tokens has for each head; gate and norm have two channels each in float32."""
     (keys, values), heads = _linear_dims(text), text["linear_num_value_heads"]
     return Widths(
         hidden=text["hidden_size"],
@@ -313,7 +313,7 @@ def _linear_widths(text: HFConfig, feed_forward: int, routed: int) -> Widths:
         norms_heads=False,
         feed_forward=feed_forward,
         routed=routed,
-        mixed=2 * keys + values + 64 * heads,
+        mixed=2 * heads * text["linear_key_head_dim"] + values + 64 * heads,
         single=4 * values,
         norms_in_single=True,
     )
