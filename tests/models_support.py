@@ -30,6 +30,10 @@ DSA = {**LATENT, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8, "ind
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
          "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}}  # fmt: skip
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+         "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "initializer_range": 0.1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                             "mrope_section": [1, 1, 0], "mrope_interleaved": True}}  # fmt: skip
 CONFIGS = {
     "afmoe": ("afmoe", {"num_experts": 8, "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 4,
                         "layer_types": KINDS, "mup_enabled": True, "route_scale": 1.7, **EXPERTS}),
@@ -47,6 +51,12 @@ CONFIGS = {
     "qwen3": ("qwen3", {}),
     "qwen3, windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "layer_types": KINDS}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3_5_text": ("qwen3_5_text", DELTA),
+    "qwen3_5_text, tied": ("qwen3_5_text", {**DELTA, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {**DELTA, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 20},
+    ),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "mlp_only_layers": [1], "norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe, plain": ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, **EXPERTS}),
     "qwen3_moe, windows": ("qwen3_moe", {"num_experts": 4, "use_sliding_window": True, "sliding_window": 4, **EXPERTS}),
@@ -77,6 +87,8 @@ FAMILY_NAMES = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "qwen3_moe",
     "glm4_moe",
     "deepseek_v3",
@@ -92,6 +104,8 @@ def save_model(name: str, path: Path) -> PreTrainedModel:
     for key, tensor in hf.state_dict().items():
         if key.endswith(("norm.weight", "bias", "gate.weight")):
             tensor += 0.3 * torch.randn_like(tensor)
+        elif key.endswith("A_log"):
+            tensor.uniform_(-4, 0)  # else nothing would be left of a state after a few tokens
     hf.save_pretrained(path)
     return hf
 

@@ -8,7 +8,8 @@ from pydantic import Field
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts", "in_proj_qkv",
+                 "in_proj_z", "out_proj"]  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -24,7 +25,8 @@ class LoRAConfig:
     targets: list[Target] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
     )
-    """Matrices that get one, by the last part of their name; `experts` are those of a mixture of experts."""
+    """Matrices that get one, by the last part of their name; `experts` are those of a mixture of experts, and
+    `in_proj_qkv`, `in_proj_z` and `out_proj` those of linear attention."""
     adapters: list[AdapterName] = field(default_factory=lambda: ["default"])
     """Adapters that are trained at once, each on the sources that name it (`env.train[].adapter`)."""
     serve: Literal["adapter", "merged"] = "adapter"

@@ -125,6 +125,8 @@ class TrainerConfig:
         "auto"
     )
     """auto: the fastest that runs here. varlen and sdpa are torch's own, eager is that of transformers."""
+    linear_attn: Literal["auto", "fla", "torch"] = "auto"
+    """Kernels of gated delta rules. fla: flash-linear-attention, which auto takes in half precision on a GPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Computation in forward and backward; parameters and optimiser states stay in float32."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

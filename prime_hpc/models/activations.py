@@ -62,7 +62,9 @@ def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, spl
     # rows sent to the experts, and what came back before it is weighted
     channels += 2 * widths.routed * widths.hidden
     router = FLOAT32 * widths.hidden if widths.routed and dtype_bytes < FLOAT32 else 0
-    return channels * dtype_bytes + normed * norm_bytes(norm, dtype_bytes) + router
+    channels += widths.mixed // split
+    norms = max(norm_bytes(norm, dtype_bytes), FLOAT32 if widths.norms_in_single else 0)
+    return channels * dtype_bytes + normed * norms + router + FLOAT32 * widths.single // split
 
 
 def norm_bytes(norm: NormKernel, dtype_bytes: int) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from prime_hpc.models.attention import Attend
+from prime_hpc.models.recurrence import Recurrence
 from prime_hpc.models.rotary import Rotary, layer_kinds
 
 if TYPE_CHECKING:
@@ -23,11 +24,17 @@ class Decoder(nn.Module):
         self.embed_tokens = family.build_embedding(config)
         self.layers = nn.ModuleList(family.build_block(config, i) for i in range(config.num_hidden_layers))
         self.norm = family.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.recurs = not all(block.attends for block in self.layers)
         self.kinds = layer_kinds(config)
         self.rotaries = {kind: Rotary.of(config, kind) for kind in dict.fromkeys(self.kinds)}
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, attend: Attend, replay: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attend: Attend,
+        replay: Tensor | None = None,
+        recurrence: Recurrence | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of the packed tokens int64[n].
 
@@ -36,6 +43,7 @@ class Decoder(nn.Module):
             attend: attention within the documents of the row.
             replay: int64[layers, n, k], experts recorded at sampling; negative where there is no record, and without
                 meaning for dense layers.
+            recurrence: gated delta rule within the documents of the row; only a model that `recurs` needs it.
 
         Returns:
             [n, hidden], ready for the LM head, and int64[n, k] of chosen experts for each sparse layer.
@@ -44,7 +52,8 @@ class Decoder(nn.Module):
         rotations = {kind: rotary(position_ids, x.dtype) for kind, rotary in self.rotaries.items()}
         chosen = []
         for i, block in enumerate(self.layers):
-            x, experts = block(x, rotations[self.kinds[i]], attend, None if replay is None else replay[i])
+            experts_of = None if replay is None else replay[i]
+            x, experts = block(x, rotations[self.kinds[i]], attend, experts_of, recurrence)
             if experts is not None:
                 chosen.append(experts)
         return self.norm(x), chosen
@@ -65,6 +74,14 @@ class CausalLM(nn.Module):
         """[V, hidden]."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, token_ids: Tensor, position_ids: Tensor, attend: Attend, replay: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attend: Attend,
+        replay: Tensor | None = None,
+        recurrence: Recurrence | None = None,
+    ) -> Tensor:
         """Logits [n, V]; arguments as of `Decoder`."""
-        return nn.functional.linear(self.model(token_ids, position_ids, attend, replay)[0], self.head_weight)
+        hidden, _ = self.model(token_ids, position_ids, attend, replay, recurrence)
+        return nn.functional.linear(hidden, self.head_weight)

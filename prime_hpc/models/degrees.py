@@ -8,7 +8,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import trainer_ranks, trainer_size
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models import families
-from prime_hpc.models.spec import Divisions, HFConfig, divisions
+from prime_hpc.models.spec import Divisions, HFConfig, divisions, linear_layers
 
 KEY = "trainer.parallel"
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -115,6 +115,8 @@ class _Model:
     experts_adapted: bool
     latent: bool = False
     """Its attention is latent: all heads read what one projection makes."""
+    recurs: bool = False
+    """A state goes from token to token, so that whole rows and all channels stay on a rank."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "_Model":
@@ -127,8 +129,9 @@ class _Model:
         sliding = "sliding_attention" in (hf_config.get("layer_types") or ())
         sees = hf_config.get("model_type") in families.SEEING
         packs_by_ourselves = config.trainer.attn != "eager" and (native or not sliding)
+        recurs = linear_layers(hf_config) > 0
         return cls(divisions(hf_config), native, sees, packs_by_ourselves, lora.on, experts_adapted,
-                   bool(hf_config.get("kv_lora_rank")))  # fmt: skip
+                   bool(hf_config.get("kv_lora_rank")), recurs)  # fmt: skip
 
     @property
     def limits(self) -> str:
@@ -141,19 +144,20 @@ class _Model:
         if not self.native:
             return " for a model of transformers, which has neither tp nor ep"
         experts = f", {sizes.experts} experts of width {sizes.expert_width}" if sizes.experts else ""
-        experts += "; latent attention takes no tp" if self.latent else ""
-        adapters = "; adapters take no tp, nor ep where they update experts" if self.adapted else ""
-        return f" for {sizes.heads} heads, {sizes.kv_heads} KV heads, MLPs of width {sizes.widths}{experts}{adapters}"
+        others = "; latent attention takes no tp" if self.latent else ""
+        others += "; adapters take no tp, nor ep where they update experts" if self.adapted else ""
+        others += "; linear attention takes neither cp nor tp" if self.recurs else ""
+        return f" for {sizes.heads} heads, {sizes.kv_heads} KV heads, MLPs of width {sizes.widths}{experts}{others}"
 
     def legal_tp(self, ranks: int) -> list[int]:
-        if not self.native or self.adapted or self.latent:
+        if not self.native or self.adapted or self.latent or self.recurs:
             return [1]
         sizes = self.sizes
         whole = [] if sizes is None else [sizes.heads, sizes.kv_heads, *sizes.widths]
         return [n for n in _divisors(ranks) if all(size % n == 0 for size in whole)]
 
     def legal_cp(self, ranks: int, tp: int, style: str) -> list[int]:
-        if self.sees or not self.packs_by_ourselves:
+        if self.sees or self.recurs or not self.packs_by_ourselves:
             return [1]
         return [n for n in _divisors(ranks) if style == "ring" or self._exchanges_heads(n, tp)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem
-from prime_hpc.models.spec import HFConfig
+from prime_hpc.models.spec import HFConfig, linear_layers
 
 if TYPE_CHECKING:
     from prime_hpc.models.family import Family
@@ -26,12 +26,16 @@ MODULES = {
     "mistral": "prime_hpc.models.mistral",
     "qwen2": "prime_hpc.models.qwen2",
     "qwen3": "prime_hpc.models.qwen3",
+    "qwen3_5_moe_text": "prime_hpc.models.qwen3_5_moe",
+    "qwen3_5_text": "prime_hpc.models.qwen3_5",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
 WINDOWED = ("afmoe", "gemma3_text", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Those of them whose layers may have sliding windows."""
 SEEING = ("qwen3_vl",)
 """Image-text models, all of transformers."""
+TOWERED = ("qwen3_5", "qwen3_5_moe")
+"""Image-text models of which only the text is trained, once it was taken out."""
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Where a model's image processor is described; the second describes others beside it."""
 EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
@@ -50,6 +54,10 @@ def load_family(model_type: str) -> Family:
 def find_obstacle(hf_config: HFConfig) -> str | None:
     """Why a model cannot run on an implementation of our own, or None if it can."""
     model_type = hf_config.get("model_type")
+    if model_type in TOWERED:
+        return (
+            f"{model_type} has a vision tower (`python -m tools.text_model FOLDER --out TEXT` takes the text model out)"
+        )
     if model_type not in MODULES:
         return f"{model_type} is not among {', '.join(MODULES)}"
     if model_type not in WINDOWED and _slides(hf_config):
@@ -95,6 +103,10 @@ def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
 
 def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[ConfigProblem]:
     problems = []
+    if linear_layers(hf_config):
+        expected = ("a model that runs natively, as it has linear attention, whose state goes from document to "
+                    f"document of a row in transformers, and {why}")  # fmt: skip
+        problems.append(ConfigProblem("model.path", config.model.path, expected))
     if config.trainer.router_replay:
         expected = f"false, since only native models can replay, and {why}"
         problems.append(ConfigProblem("trainer.router_replay", True, expected))

@@ -9,7 +9,9 @@ from torch.nn.functional import gelu, rms_norm, silu
 from transformers import PreTrainedConfig
 
 from prime_hpc.models.attention import Attend
+from prime_hpc.models.gated_delta import GatedDeltaNet
 from prime_hpc.models.moe import MixtureOfExperts
+from prime_hpc.models.recurrence import Recurrence
 from prime_hpc.models.rotary import Rotation, head_dim_of, rotate
 
 
@@ -34,7 +36,7 @@ class Embedding(nn.Embedding):
 
 
 class ZeroCentredNorm(nn.RMSNorm):
-    """RMS norm whose factors are 1 + weight, computed in float32."""
+    """RMS norm whose factors are 1 + weight, in float32 as engines have it: half precision would round the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
@@ -100,6 +102,23 @@ def _build_norm(
     return nn.Identity() if head_eps is None else norm(head_dim, eps=head_eps)
 
 
+class GatedAttention(Attention):
+    """Attention with normalised query and key heads whose output is gated channel by channel (Qiu et al. 2025, arXiv
+    2505.06708); the gates of a head come from the same projection as its query, behind it."""
+
+    def __init__(self, config: PreTrainedConfig, norm: type[nn.RMSNorm]):
+        bias = config.attention_bias
+        super().__init__(config, bias=bias, output_bias=bias)
+        self.q_proj = nn.Linear(config.hidden_size, 2 * self.o_proj.in_features, bias=bias)
+        self.q_norm, self.k_norm = (norm(self.head_dim, eps=config.rms_norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        return self.o_proj((attend(q, k, v, self.head_dim**-0.5) * gate.sigmoid()).flatten(-2))
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
 
@@ -122,34 +141,46 @@ class GeGLU(SwiGLU):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)). What mixes tokens, attention or a gated delta
+    rule, has its name in checkpoints."""
+
+    self_attn: Attention
+    linear_attn: GatedDeltaNet
 
     def __init__(
         self,
         hidden: int,
         norm_eps: float,
-        attention: nn.Module,
+        mixer: nn.Module,
         mlp: nn.Module,
         *,
         norm: type[nn.RMSNorm] = nn.RMSNorm,
     ):
         super().__init__()
-        self.self_attn = attention
+        self.attends = not isinstance(mixer, GatedDeltaNet)
+        self.add_module("self_attn" if self.attends else "linear_attn", mixer)
         self.mlp = mlp
         self.input_layernorm, self.post_attention_layernorm = (norm(hidden, eps=norm_eps) for _ in range(2))
 
     def forward(
-        self, x: Tensor, rotation: Rotation, attend: Attend, replay: Tensor | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        replay: Tensor | None = None,
+        recurrence: Recurrence | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[n, hidden] to [n, hidden].
 
         Args:
             replay: int64[n, k], experts recorded when the tokens were sampled; only a mixture of experts heeds it.
+            recurrence: what a gated delta rule is computed by; attention does without.
 
         Returns:
             The new states, and int64[n, k] of the experts that computed them if there are experts.
         """
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
+        y = self.input_layernorm(x)
+        x = x + (self.self_attn(y, rotation, attend) if self.attends else self.linear_attn(y, recurrence))
         y = self.post_attention_layernorm(x)
         update, chosen = self.mlp(y, replay) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(y), None)
         return x + update, chosen
@@ -171,7 +202,12 @@ class SandwichBlock(Block):
         self.pre_mlp_layernorm, self.post_mlp_layernorm = (norm(hidden, eps=norm_eps) for _ in range(2))
 
     def forward(
-        self, x: Tensor, rotation: Rotation, attend: Attend, replay: Tensor | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        replay: Tensor | None = None,
+        recurrence: Recurrence | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `Block.forward`."""
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotation, attend))

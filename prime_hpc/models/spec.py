@@ -1,7 +1,7 @@
 """What a model costs, from the dictionary of its config.json alone: parameters, FLOPs, bytes of KV cache.
 
-Covers decoder-only transformers: dense and mixture-of-experts, grouped-query and latent attention. Of a composite
-(vision-language) config only the text model counts.
+Covers decoder-only transformers: dense and mixture-of-experts, grouped-query and latent attention, gated delta rules
+between layers of attention. Of a composite (vision-language) config only the text model counts.
 """
 
 from collections import Counter
@@ -29,7 +29,9 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 """Model types whose query, key and value projections always have a bias."""
 _NO_OUTPUT_BIAS = ("glm4_moe",)
 """Model types whose `attention_bias` leaves the output projection out."""
-_HEAD_NORMS = ("afmoe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text")
+_GATED_QUERIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Model types whose query projection makes a gate for each channel of the output, too."""
+_HEAD_NORMS = ("afmoe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_text", *_GATED_QUERIES)
 """Model types that normalise each query and key head."""
 _VECTOR_NORMS = ("minimax_m2",)
 """Model types that normalise queries and keys over all heads together."""
@@ -81,16 +83,26 @@ def train_flops(hf_config: HFConfig, seq_lens: list[int], *, frozen: bool = Fals
     Two for each multiply-add of a matrix, the LM head too but not the embedding lookup; causal attention within each
     sequence costs `2 * heads * (d_qk + d_v)` for each of its n(n+1)/2 pairs, or of those within a layer's window (the
     accounting of PaLM, appendix B, with the mask and the true head dimension). Where an indexer chooses keys, a token
-    has no more pairs than it chooses, and its indexer, which is frozen, costs a forward over all pairs.
+    has no more pairs than it chooses, and its indexer, which is frozen, costs a forward over all pairs. A delta rule
+    reads its state `heads * d_k * d_v` twice and writes it once for each token, whatever more its chunks compute.
     """
     text = _text(hf_config)
-    matrices = sum(layer.shared + layer.chosen_experts for layer in _layers(text))
+    matrices, linear = sum(layer.shared + layer.chosen_experts for layer in _layers(text)), linear_layers(text)
     per_token = 2 * (matrices + text["vocab_size"] * text["hidden_size"])
     per_pair = 2 * text["num_attention_heads"] * sum(_head_dims(text))
-    windows, top_k = Counter(layer_windows(text)).items(), text.get("index_topk") or max(seq_lens)
-    pairs = sum(layers * _pairs(n, min(n, window or top_k)) for window, layers in windows for n in seq_lens)
+    top_k, attends = text.get("index_topk") or max(seq_lens), text["num_hidden_layers"] - linear
+    windows = {None: attends} if linear else Counter(layer_windows(text))
+    pairs = sum(layers * _pairs(n, min(n, window or top_k)) for window, layers in windows.items() for n in seq_lens)
     choosing = _choice_flops(text, seq_lens) if top_k < max(seq_lens) else 0
-    return (2.0 if frozen else 3.0) * per_token * sum(seq_lens) + 3.0 * per_pair * pairs + choosing
+    state = 6 * linear * _state(text) if linear else 0
+    per_token = (2.0 if frozen else 3.0) * per_token + 3.0 * state
+    return per_token * sum(seq_lens) + 3.0 * per_pair * pairs + choosing
+
+
+def linear_layers(hf_config: HFConfig) -> int:
+    """Layers whose tokens are mixed by a state that one hands to the next, rather than by attention."""
+    text = _text(hf_config)
+    return sum(_is_linear(text, i) for i in range(text.get("num_hidden_layers") or 0))
 
 
 def _choice_flops(text: HFConfig, seq_lens: list[int]) -> int:
@@ -128,14 +140,15 @@ def _pairs(n: int, most: int) -> int:
 
 
 def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
-    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only. Layers
-    with sliding windows count in full, though an engine may forget what lies before the window."""
+    """Bytes of KV cache of one token, all layers; latent attention stores its latent and the rotary key only, linear
+    attention nothing that grows with the tokens. Layers with sliding windows count in full, though an engine may forget
+    what lies before the window."""
     text = _text(hf_config)
     if text.get("kv_lora_rank"):
         values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     else:
         values = 2 * _kv_heads(text) * _head_dim(text)
-    return text["num_hidden_layers"] * values * dtype_bytes
+    return (text["num_hidden_layers"] - linear_layers(text)) * values * dtype_bytes
 
 
 def root_params(hf_config: HFConfig) -> int:
@@ -158,8 +171,9 @@ class Widths:
     """Channels of one token inside a decoder layer.
 
     `query`, `key` and `value` are of all heads together; `latent` is what latent attention keeps beside them, `gate` is
-    that of the output. `feed_forward` is that of the gate of the MLP, summed over the experts that a token meets, of
-    which `routed` are routed ones.
+    that of the output, `mixed` what a gated delta rule keeps beside them, and `single` what it keeps in float32.
+    `feed_forward` is that of the gate of the MLP, summed over the experts that a token meets, of which `routed` are
+    routed ones.
     """
 
     hidden: int
@@ -176,6 +190,9 @@ class Widths:
     """Queries and keys are normalised over all heads together."""
     feed_forward: int
     routed: int
+    mixed: int = 0
+    single: int = 0
+    norms_in_single: bool = False
 
 
 def layer_widths(hf_config: HFConfig) -> list[Widths]:
@@ -207,7 +224,7 @@ def divisions(hf_config: HFConfig) -> Divisions:
     experts, width = _num_experts(text), text.get("moe_intermediate_size") or text["intermediate_size"]
     dense = not all(_is_sparse(text, i) for i in range(text["num_hidden_layers"])) if experts else True
     shared = text.get("shared_expert_intermediate_size") or width * _num_shared(text)
-    widths = [size for size in (text["intermediate_size"] * dense, shared * bool(experts)) if size]
+    widths = [size for size in (text["intermediate_size"] if dense else 0, shared * bool(experts)) if size]
     return Divisions(text["hidden_size"], text["num_attention_heads"], _kv_heads(text), widths, experts, width)
 
 
@@ -225,24 +242,52 @@ def _text(hf_config: HFConfig) -> HFConfig:
 
 
 def _layers(text: HFConfig) -> list[_Layer]:
-    attention, vectors = _attention(text)
+    kinds = [(_is_linear(text, i), _is_sparse(text, i)) for i in range(text["num_hidden_layers"])]
+    layers = {kind: _layer(text, *kind) for kind in set(kinds)}
+    indexers = (_indexer(text, i) for i in range(len(kinds)))
+    return [replace(layers[kind], vectors=layers[kind].vectors + norm, indexer=matrices)
+            for kind, (matrices, norm) in zip(kinds, indexers, strict=True)]  # fmt: skip
+
+
+def _layer(text: HFConfig, linear: bool, sparse: bool) -> _Layer:
+    mixer, vectors = _delta_net(text) if linear else _attention(text)
     vectors += _norms(text) * text["hidden_size"]
-    dense = _Layer(attention + _gated(text, text["intermediate_size"]), 0, 0, vectors)
-    kinds = [dense] * text["num_hidden_layers"]
-    if _num_experts(text):
-        width = text.get("moe_intermediate_size") or text["intermediate_size"]
-        expert = _gated(text, width)
-        always = attention + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
-        sparse = _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
-        kinds = [sparse if _is_sparse(text, i) else dense for i in range(text["num_hidden_layers"])]
-    indexers = (_indexer(text, i) for i in range(text["num_hidden_layers"]))
-    return [replace(layer, vectors=layer.vectors + norm, indexer=matrices)
-            for layer, (matrices, norm) in zip(kinds, indexers, strict=True)]  # fmt: skip
+    if not sparse:
+        return _Layer(mixer + _gated(text, text["intermediate_size"]), 0, 0, vectors)
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    expert = _gated(text, width)
+    always = mixer + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
+    return _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
 
 
 def _norms(text: HFConfig) -> int:
     """Norms of the states in a layer."""
     return 4 if text.get("model_type") in _SANDWICHED else 2
+
+
+def _delta_net(text: HFConfig) -> tuple[int, int]:
+    """As `_attention`, for a gated delta rule; its convolution costs as much as a matrix of as many weights."""
+    hidden, heads, (keys, values) = text["hidden_size"], text["linear_num_value_heads"], _linear_dims(text)
+    channels = 2 * keys + values
+    matrices = hidden * (channels + 2 * values + 2 * heads) + channels * text["linear_conv_kernel_dim"]
+    return matrices, 2 * heads + text["linear_value_head_dim"]
+
+
+def _linear_dims(text: HFConfig) -> tuple[int, int]:
+    """Channels of all key heads, and of all value heads, of a gated delta rule."""
+    return (text["linear_num_key_heads"] * text["linear_key_head_dim"],
+            text["linear_num_value_heads"] * text["linear_value_head_dim"])  # fmt: skip
+
+
+def _state(text: HFConfig) -> int:
+    """Numbers in the state of a gated delta rule."""
+    return text["linear_num_value_heads"] * text["linear_key_head_dim"] * text["linear_value_head_dim"]
+
+
+def _is_linear(text: HFConfig, layer: int) -> bool:
+    if text.get("layer_types"):
+        return text["layer_types"][layer] == "linear_attention"
+    return "linear_num_value_heads" in text and (layer + 1) % text.get("full_attention_interval", 4) != 0
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
@@ -251,17 +296,17 @@ def _attention(text: HFConfig) -> tuple[int, int]:
         return _latent_attention(text)
     hidden, heads, kv_heads, dim = text["hidden_size"], text["num_attention_heads"], _kv_heads(text), _head_dim(text)
     kind, bias = text.get("model_type"), text.get("attention_bias", False)
-    vectors = 0
+    gates, vectors = heads if kind in _GATED_QUERIES else 0, 0
     if bias or kind in _QKV_BIAS:
-        vectors += (heads + 2 * kv_heads) * dim
+        vectors += (heads + gates + 2 * kv_heads) * dim
     if bias and kind not in _NO_OUTPUT_BIAS:
         vectors += hidden
     if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         vectors += 2 * dim
     if kind in _VECTOR_NORMS:
         vectors += (heads + kv_heads) * dim
-    gate = heads if kind in _GATED else 0
-    return hidden * (2 * heads + gate + 2 * kv_heads) * dim, vectors
+    output_gates = heads if kind in _GATED else 0
+    return hidden * (2 * heads + gates + output_gates + 2 * kv_heads) * dim, vectors
 
 
 def _latent_attention(text: HFConfig) -> tuple[int, int]:
@@ -295,7 +340,9 @@ def _num_shared(text: HFConfig) -> int:
 
 
 def _is_sparse(text: HFConfig, layer: int) -> bool:
-    """Whether a layer of a mixture-of-experts model has experts; the rules of the known families."""
+    """Whether a layer has experts; the rules of the known families."""
+    if not _num_experts(text):
+        return False
     if text.get("mlp_layer_types"):
         return text["mlp_layer_types"][layer] == "sparse"
     dense = text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0
@@ -315,17 +362,14 @@ def _gated(text: HFConfig, width: int) -> int:
 
 
 def _widths(text: HFConfig, layer: int) -> Widths:
+    feed_forward, routed = _feed_forward(text, layer)
+    if _is_linear(text, layer):
+        return _linear_widths(text, feed_forward, routed)
     heads, (query, value), latent = text["num_attention_heads"], _head_dims(text), text.get("kv_lora_rank") or 0
-    kv_heads = heads if latent else _kv_heads(text)
-    kind, experts = text.get("model_type"), _num_experts(text)
-    feed_forward, routed = text["intermediate_size"], 0
-    if experts and _is_sparse(text, layer):
-        width = text.get("moe_intermediate_size") or text["intermediate_size"]
-        routed = text["num_experts_per_tok"]
-        feed_forward = routed * width + _shared_experts(text, width) // (3 * text["hidden_size"])
+    kv_heads, kind = heads if latent else _kv_heads(text), text.get("model_type")
     return Widths(
         hidden=text["hidden_size"],
-        query=heads * query,
+        query=heads * query * (2 if kind in _GATED_QUERIES else 1),
         key=kv_heads * query,
         value=kv_heads * value,
         out=heads * value,
@@ -336,7 +380,39 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         norms_vectors=kind in _VECTOR_NORMS,
         feed_forward=feed_forward,
         routed=routed,
+        norms_in_single=kind in _GATED_QUERIES,
     )
+
+
+def _linear_widths(text: HFConfig, feed_forward: int, routed: int) -> Widths:
+    """Of the kernels of flash-linear-attention: what is convolved is kept before and, with keys for every head, after,
+    and the inverse that a chunk of 64 tokens has for each head; gate and norm have two channels each in float32."""
+    (keys, values), heads = _linear_dims(text), text["linear_num_value_heads"]
+    return Widths(
+        hidden=text["hidden_size"],
+        query=keys,
+        key=keys,
+        value=values,
+        out=values,
+        latent=0,
+        gate=0,
+        norms=2,
+        norms_heads=False,
+        norms_vectors=False,
+        feed_forward=feed_forward,
+        routed=routed,
+        mixed=2 * heads * text["linear_key_head_dim"] + values + 64 * heads,
+        single=4 * values,
+        norms_in_single=True,
+    )
+
+
+def _feed_forward(text: HFConfig, layer: int) -> tuple[int, int]:
+    """Channels of the gates of a token's experts, or of the dense MLP, and the number of routed experts."""
+    if not _is_sparse(text, layer):
+        return text["intermediate_size"], 0
+    width, routed = text.get("moe_intermediate_size") or text["intermediate_size"], text["num_experts_per_tok"]
+    return routed * width + _shared_experts(text, width) // (3 * text["hidden_size"]), routed
 
 
 def _num_experts(text: HFConfig) -> int:

@@ -44,7 +44,7 @@ def run(role: Role) -> None:
         writer.publish(PolicyVersion(lineage, step))
     role.log.info("%s (%s) of %.2fM parameters, attention by %s, over %d ranks on %s, from step %d",
                   policy.config.model_type, policy.impl, sum(p.numel() for p in policy.parameters()) / 1e6,
-                  policy.backend, world.size, world.device, step)  # fmt: skip
+                  policy.kernels, world.size, world.device, step)  # fmt: skip
     role.rendezvous.publish("ready", step=step)
     source, profiler = _open_source(role, world, policy), StepProfiler(role, world)
     report, batch = checkpointer.report, None

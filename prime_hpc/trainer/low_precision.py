@@ -10,6 +10,9 @@ from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models.grouped_fp8 import MULTIPLE, compute_padded, scaled_grouped_matmul
 from prime_hpc.models.moe import Experts
 
+RATES = ("in_proj_a", "in_proj_b")
+"""Projections that say by how much a state decays and moves."""
+
 
 class ScaledExperts(Experts):
     """Experts whose products are in FP8. A class, lest each block be compiled for itself."""
@@ -24,7 +27,7 @@ def use_fp8(blocks: nn.ModuleList, device: torch.device, *, experts: bool) -> No
     """Turn the linear layers of `blocks` into FP8 ones, and products of their `experts`: rows of activations, weights
     and gradients have a scale each. Gradients of weights are computed in bfloat16 (as `rowwise_with_gw_hp` of torchao
     does), since scaling along the tokens costs more than the product gains. Masters stay as they are, and so do head,
-    embedding, norms and routers.
+    embedding, norms, routers and what a delta rule decays and moves by.
 
     Raises:
         ConfigurationError: torchao is not installed, or the device has no FP8 or, for experts, is no Hopper.
@@ -57,4 +60,5 @@ def _refuse(key: str, expected: str) -> NoReturn:
 
 
 def _fits(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+    whole = isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+    return whole and not name.endswith(RATES)

@@ -28,6 +28,7 @@ from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.lora import LoRA, attach
+from prime_hpc.models.recurrence import INSTALL, TORCH, CachedRecurrence, choose_recurrence, open_recurrence
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
@@ -41,6 +42,8 @@ from prime_hpc.trainer.parallel.mesh import Mesh
 from prime_hpc.trainer.parallel.shard import divide_blocks, shard
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.vision import ImageReader, Pixels, image_places, position_ids
+
+SLOW = f" (slow for linear attention in half precision: {INSTALL})"
 
 
 class PolicyModel(nn.Module):
@@ -62,6 +65,11 @@ class PolicyModel(nn.Module):
         self.backend = backend
         self.context = ContextParallel()
         self._chunk = chunk
+
+    @property
+    def kernels(self) -> str:
+        """What mixes tokens, in words."""
+        return self.backend
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -221,34 +229,48 @@ class VisionPolicy(HFPolicy):
 
 
 class NativePolicy(PolicyModel):
-    """A model of `prime_hpc.models`."""
+    """A model of `prime_hpc.models`, whose linear attention, if it has any, runs on the kernels `linear`."""
 
     impl = "native"
 
-    def __init__(self, family: Family, config: PreTrainedConfig, backend: str, chunk: int):
+    def __init__(self, family: Family, config: PreTrainedConfig, backend: str, linear: str, chunk: int):
         lm = family.build(config)
         super().__init__(lm.model, lm.lm_head, config, backend, chunk)
         self.conversion = lm.conversion
+        self._linear = linear
         self._load = ExpertLoad(lm)
         self._top_k: int | None = getattr(config, "index_topk", None)
+
+    @property
+    def kernels(self) -> str:
+        if not self.model.recurs:
+            return self.backend
+        slow = self._linear == TORCH and self.head_weight.is_cuda
+        return f"{self.backend} and {self._linear}{SLOW * slow}"
 
     def hidden_states(self, part: Part) -> Tensor:
         """Neither padding nor rows that train nothing count as load of the experts."""
         row = part.row
         attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device, self._top_k)
-        hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
+        recurrence = open_recurrence(self._linear, row.seq_lens, row.token_ids.device) if self.model.recurs else None
+        hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay, recurrence)
         counted = part.real if len(row.scored) else 0
         self._load.add([layer[:counted] for layer in chosen])
         return hidden
 
     def extend(
-        self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: CachedAttention | None
-    ) -> tuple[Tensor, CachedAttention]:
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: tuple[CachedAttention, CachedRecurrence] | None,
+    ) -> tuple[Tensor, tuple[CachedAttention, CachedRecurrence]]:
         if self._top_k and mask.shape[1] > self._top_k:
             raise NotImplementedError(f"sampling by the trainer beyond {self._top_k} tokens, where an indexer chooses")
-        cache = cache or CachedAttention()
-        cache.begin(mask)
-        hidden, _ = self.model(token_ids.flatten(), positions.flatten(), cache)
+        attend, recurrence = cache = cache or (CachedAttention(), CachedRecurrence())
+        attend.begin(mask)
+        recurrence.begin(mask)
+        hidden, _ = self.model(token_ids.flatten(), positions.flatten(), attend, recurrence=recurrence)
         return hidden.unflatten(0, token_ids.shape)[:, -1], cache
 
     def balance_experts(self, rate: float) -> dict[str, float]:
@@ -301,7 +323,8 @@ def _is_one_graph(policy: PolicyModel, mesh: Mesh) -> bool:
     """Whether nothing in a block is beyond the compiler: a block of our own, whole on every rank, and its attention."""
     whole = policy.lora is None and mesh.cp is None and mesh.tp is None and mesh.ep is None
     chooses = getattr(policy.config, "index_topk", None) is not None  # what was chosen is remembered outside
-    return policy.impl == "native" and whole and not chooses and policy.backend in varlen.KERNELS
+    own = policy.impl == "native" and not chooses and not policy.model.recurs
+    return own and whole and policy.backend in varlen.KERNELS
 
 
 def _reshards(trainer: TrainerConfig, ranks: int) -> bool:
@@ -334,8 +357,11 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     dtype = getattr(torch, trainer.dtype)
     backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
     if families.choose_implementation(config, hf_config.to_dict()) == "native":
-        family = families.load_family(hf_config.model_type)
-        return NativePolicy(family, hf_config, backend, trainer.head_chunk_tokens)
+        family, linear = (
+            families.load_family(hf_config.model_type),
+            choose_recurrence(trainer.linear_attn, device, dtype),
+        )
+        return NativePolicy(family, hf_config, backend, linear, trainer.head_chunk_tokens)
     attn = attention.choose_implementation(backend, hf_config.get_text_config())
     if hf_config.model_type in families.SEEING:
         return _build_vision(config, hf_config, backend, attn)

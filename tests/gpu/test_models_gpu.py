@@ -16,6 +16,7 @@ from prime_hpc.models.grouped import grouped_matmul, multiply_by_loop
 from prime_hpc.models.grouped_fp8 import compute_padded, scaled_grouped_matmul
 from prime_hpc.models.indexed import IndexedAttention, attend_to_chosen
 from prime_hpc.models.moe import MixtureOfExperts, Routing
+from prime_hpc.models.recurrence import choose_recurrence, open_recurrence
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
@@ -32,6 +33,9 @@ BACKENDS = ["flash_attention_2", "flash_attention_3", "flash_attention_4", "varl
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
          "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
 SPARSE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 64,
+          "linear_num_value_heads": 4, "linear_value_head_dim": 64}  # fmt: skip
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
@@ -56,6 +60,30 @@ def test_backends_in_half_precision_equal_the_fallback_in_float32(name, window):
     wanted = torch.autograd.grad(expected, heads, upstream)
     for gradient, other in zip(torch.autograd.grad(output.float(), heads, upstream), wanted, strict=True):
         assert_close(gradient, other, 0.03)
+
+
+@pytest.mark.parametrize("value_heads", [2, 4])
+def test_delta_rules_of_fla_in_half_precision_equal_the_fallback_in_float32(value_heads):
+    try:
+        choose_recurrence("fla", DEVICE, torch.bfloat16)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    n = sum(SEQ_LENS)
+    q, k, v = (torch.randn(n, heads, 64, device=DEVICE) for heads in (2, 2, value_heads))
+    inputs = [q, k, v, -torch.rand(n, value_heads, device=DEVICE) / 4, torch.rand(n, value_heads, device=DEVICE)]
+    x, weight = torch.randn(n, 192, device=DEVICE), torch.randn(192, 4, device=DEVICE) / 2
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, x, weight)]
+    results = []
+    for kernels, dtype in (("torch", torch.float32), ("fla", torch.bfloat16)):
+        recurrence = open_recurrence(kernels, SEQ_LENS, DEVICE)
+        q, k, v, beta = (leaf.to(dtype) for leaf in (*leaves[:3], leaves[4]))
+        outputs = [recurrence.delta_rule(q, k, v, leaves[3], beta), recurrence.convolve(x.to(dtype), weight.to(dtype))]
+        torch.manual_seed(1)
+        upstream = [torch.randn(output.shape, device=DEVICE) for output in outputs]
+        results.append([*outputs, *torch.autograd.grad([output.float() for output in outputs], leaves, upstream)])
+    for expected, found in zip(*results, strict=True):
+        assert_close(found, expected, 0.03)
 
 
 def test_grouped_kernel_equals_the_loop_also_where_a_group_is_empty():
@@ -146,7 +174,8 @@ def world() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[("qwen3", {}), ("glm4_moe", SPARSE)], ids=["qwen3", "glm4_moe"])
+@pytest.fixture(scope="module", params=[("qwen3", {}), ("glm4_moe", SPARSE), ("qwen3_5_text", LINEAR)],
+                ids=lambda param: param[0])  # fmt: skip
 def model_path(request, tmp_path_factory) -> Path:
     model_type, others = request.param
     path = tmp_path_factory.mktemp(model_type)

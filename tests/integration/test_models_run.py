@@ -22,7 +22,8 @@ from tests.models_support import assert_near, checkpoint_gradients, save_model
 from tests.trainer_support import TrainerRun, make_run
 
 SEQ_LENS = [5, 1, 9, 5]
-SHARDED = [("qwen3, yarn", "native"), ("qwen3", "hf"), ("qwen3_moe", "native"), ("glm4_moe", "native")]
+SHARDED = [("qwen3, yarn", "native"), ("qwen3", "hf"), ("qwen3_moe", "native"), ("glm4_moe", "native"),
+           ("qwen3_5_text", "native"), ("qwen3_5_moe_text", "native")]  # fmt: skip
 """Seven experts over two ranks among them."""
 
 
@@ -110,6 +111,20 @@ def test_a_sparse_model_is_published_as_its_checkpoint_was(tmp_path, sparse_mode
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(hf.lm_head.weight, run.weights("0.2")["lm_head.weight"])
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "glm4_moe"
+
+
+def test_a_model_with_linear_attention_is_trained_and_published_as_its_checkpoint_was(tmp_path):
+    save_model("qwen3_5_moe_text", tmp_path / "base")
+    make_char_tokenizer(tmp_path / "base")
+    run = make_run(tmp_path / "run", tmp_path / "base", max_steps=2, update={"keep_versions": 9}).record(2).train()
+    stored, published = load_file(tmp_path / "base" / "model.safetensors"), run.weights("0.0")
+    assert published.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in published.items())
+    trained = run.weights("0.2")
+    assert not any(torch.equal(tensor, stored[name]) for name, tensor in trained.items() if "linear_attn" in name)
+    assert all(0 < run.report(step).metrics["optim/grad_norm"] < 100 for step in (1, 2))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert torch.equal(hf.model.layers[0].linear_attn.A_log, trained["model.layers.0.linear_attn.A_log"])
 
 
 def test_a_resumed_sparse_run_goes_on_with_its_corrections(tmp_path, sparse_model):

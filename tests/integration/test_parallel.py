@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from tests.trainer_support import TrainerRun, make_run
 
 DENSE, BIASED, SPARSE, GLM, INDEXED = "qwen3", "llama, biases", "qwen3_moe, plain", "glm4_moe", "glm_moe_dsa"
-AFMOE, MINIMAX, SLIDING, GEMMA = "afmoe", "minimax_m2", "ministral", "gemma3_text"
-MODELS = (DENSE, BIASED, SPARSE, GLM, INDEXED, AFMOE, MINIMAX, SLIDING, GEMMA)
+AFMOE, MINIMAX, SLIDING, GEMMA, LINEAR = "afmoe", "minimax_m2", "ministral", "gemma3_text", "qwen3_5_moe_text"
+MODELS = (DENSE, BIASED, SPARSE, GLM, INDEXED, AFMOE, MINIMAX, SLIDING, GEMMA, LINEAR)
 LAYOUTS = [
     (2, {}),
     (4, {}),
@@ -59,6 +59,7 @@ CASES = [
     (2, AFMOE, "native", {"cp": 2, "ep": 2, "cp_style": "ring"}),
     (2, SLIDING, "native", {"cp": 2}),
     (4, SLIDING, "native", {"cp": 4, "cp_style": "ring"}),
+    (4, LINEAR, "native", {"ep": 2, "dp_replicate": 2}),
     (2, DENSE, "hf", {}),
     (2, DENSE, "hf", {"cp": 2}),
     (4, DENSE, "hf", {"cp": 2, "cp_style": "ring"}),

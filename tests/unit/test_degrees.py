@@ -16,6 +16,8 @@ DENSE = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 16, "n
          "intermediate_size": 96, "num_hidden_layers": 2}  # fmt: skip
 SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 40, "num_experts_per_tok": 2}
 WIDE = {**SPARSE, "num_experts": 48, "moe_intermediate_size": 64}
+LINEAR = {**DENSE, "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+UNDIVIDED = "linear attention takes neither cp nor tp"
 SHAPE = "16 heads, 4 KV heads, MLPs of width [96]"
 
 
@@ -64,6 +66,8 @@ REFUSED = [
     (WIDE, 8, {"ep": 2, "tp": 2, "ep_dispatch": "deepep"}, "ep = 2: expected 1, which 4 ranks that share a copy with "
      "ep_dispatch=deepep, tp=2 and 8 ranks a node allow for 16 heads, 4 KV heads, MLPs of width [], 48 experts of "
      "width 64"),
+    (LINEAR, 4, {"cp": 2}, f"cp = 2: expected 1, which 4 ranks with tp=1 allow for {SHAPE}; {UNDIVIDED}"),
+    (LINEAR, 4, {"tp": 2}, f"tp = 2: expected 1, which 4 ranks allow for {SHAPE}; {UNDIVIDED}"),
     ({**DENSE, "model_type": "gemma"}, 4, {"tp": 2}, "tp = 2: expected 1, which 4 ranks allow for a model of "
                                                      "transformers, which has neither tp nor ep"),
     ({**DENSE, "model_type": "qwen3_vl"}, 4, {"cp": 2}, "cp = 2: expected 1, which 4 ranks with tp=1 allow for a model "

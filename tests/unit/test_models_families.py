@@ -37,10 +37,9 @@ def test_every_family_can_be_loaded(model_type):
     experts = list(load_family(model_type).conversion.pieces("model.layers.1.mlp.experts.up_proj", (3, 8, 4)))
     up = {"minimax_m2": "block_sparse_moe.experts.{}.w3"}.get(model_type, "mlp.experts.{}.up_proj")
     sparse = [(f"model.layers.1.{up.format(i)}.weight", i) for i in range(3)]
-    dense = [("model.layers.1.mlp.experts.up_proj", None)]
-    dense = model_type not in ("afmoe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2", "qwen3_moe")
+    mixture = "moe" in model_type or model_type in ("deepseek_v3", "minimax_m2")
     whole = [("model.layers.1.mlp.experts.up_proj", None)]
-    assert [(piece.name, piece.index) for piece in experts] == (whole if dense else sparse)
+    assert [(piece.name, piece.index) for piece in experts] == (sparse if mixture else whole)
 
 
 def make_config(path: Path, impl: str, **hf_config: object) -> RunConfig:
@@ -80,6 +79,16 @@ def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
     assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay"]
     config.model.impl = "auto"
     assert find_model_problems(config) == []
+
+
+def test_linear_attention_runs_natively_alone(tmp_path):
+    linear = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    assert find_model_problems(make_config(tmp_path, "auto", model_type="qwen3_5_text", **linear)) == []
+    for impl, model_type, obstacle in (("hf", "qwen3_5_text", "model.impl or trainer.attn ask for transformers"),
+                                       ("auto", "olmo_hybrid", "olmo_hybrid is not among glm4_moe")):  # fmt: skip
+        [problem] = find_model_problems(make_config(tmp_path, impl, model_type=model_type, **linear))
+        assert problem.key == "model.path" and "whose state goes from document to document" in problem.expected
+        assert obstacle in problem.expected
 
 
 def test_what_a_model_that_sees_cannot_do_is_refused(tmp_path):

@@ -3,22 +3,24 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from prime_hpc.config.lora import LoRAConfig
+from prime_hpc.config.lora import LoRAConfig, Target
 from prime_hpc.models.attention import BlockDiagonalAttention
 from prime_hpc.models.decoder import CausalLM
 from prime_hpc.models.families import load_family
 from prime_hpc.models.lora import LoRA, adapter_of, attach
+from prime_hpc.models.recurrence import TorchRecurrence
 from prime_hpc.trainer.lora import PEFT_CONFIG, initialise, make_peft_folder, merge
 from tests.models_support import FAMILY_NAMES, load_native, save_model
 
 SEQ_LENS = [5, 4, 6]
-TARGETS = LoRAConfig().targets
+TARGETS = list(get_args(Target))
 
 
 def adapt(model: torch.nn.Module, adapters: list[str], *, zero: bool = False) -> LoRA:
@@ -35,7 +37,8 @@ def adapt(model: torch.nn.Module, adapters: list[str], *, zero: bool = False) ->
 
 def logits(model: CausalLM, seq_lens: list[int], tokens: Tensor) -> Tensor:
     positions = torch.cat([torch.arange(n) for n in seq_lens])
-    return model(tokens, positions, BlockDiagonalAttention(seq_lens, torch.device("cpu")))
+    attend, recurrence = (opened(seq_lens, torch.device("cpu")) for opened in (BlockDiagonalAttention, TorchRecurrence))
+    return model(tokens, positions, attend, recurrence=recurrence)
 
 
 def tokens_of(seq_lens: list[int]) -> Tensor:
@@ -58,6 +61,7 @@ def test_fresh_updates_change_nothing_and_trained_ones_equal_merged_weights(fami
         changed |= {name} if weight is not parameter and not torch.equal(weight, parameter) else set()
         parameter.data = weight
     attention = {"o"} if family in ("deepseek_v3", "glm_moe_dsa") else {"q", "k", "v", "o"}
+    attention |= {"in", "out"} if "3_5" in family else set()
     assert {name.rsplit("_proj", 1)[0].rpartition(".")[2] for name in changed} == attention | {"gate", "up", "down"}
     found = logits(model, SEQ_LENS, tokens)
     torch.testing.assert_close(found, logits(merged, SEQ_LENS, tokens), rtol=0, atol=2e-5)

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from prime_hpc.models.balance import ExpertLoad
+from prime_hpc.models.recurrence import TorchRecurrence
 from tests.models_support import assert_near, load_native, save_model
 
 TOKENS = torch.randint(0, 48, (24,), generator=torch.Generator().manual_seed(2))
@@ -28,8 +29,9 @@ def recompute(block: nn.Module) -> None:
 
 
 def compile_and_recompute(block: nn.Module) -> None:
-    """Without a break in the graph, except that a loop over experts asks for their counts."""
-    block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=not hasattr(block.mlp, "experts"))
+    """Without a break in the graph, except that a loop over experts asks for their counts, and at a delta rule."""
+    whole = block.attends and not hasattr(block.mlp, "experts")
+    block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=whole)
     recompute(block)
 
 
@@ -39,21 +41,21 @@ def run(path: Path, apply: Callable[[nn.Module], None]) -> tuple[dict[str, Tenso
     for block in model.model.layers:
         apply(block)
     load = ExpertLoad(model)
-    hidden, chosen = model.model(TOKENS, POSITIONS, attend)
+    hidden, chosen = model.model(TOKENS, POSITIONS, attend, recurrence=TorchRecurrence([24], TOKENS.device))
     load.add(chosen)
     hidden.square().sum().backward()
     return {name: p.grad for name, p in model.model.named_parameters()}, load.take()
 
 
 @pytest.mark.parametrize("apply", [recompute, compile_and_recompute])
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "glm4_moe"])
 def test_recomputed_and_compiled_blocks_give_the_same_gradients_and_load(name, apply, tmp_path):
     save_model(name, tmp_path)
     expected, expected_load = run(tmp_path, lambda block: None)
     gradients, load = run(tmp_path, apply)
     for parameter, gradient in gradients.items():
         assert_near(gradient, expected[parameter], parameter)
-    assert (load is None) == (name == "qwen3")
+    assert (load is None) == (name != "glm4_moe")
     if load is not None:
         assert load.equal(expected_load)
         assert load.sum(-1).tolist() == [24 * 3] * len(load)

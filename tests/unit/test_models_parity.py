@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from prime_hpc.errors import CorruptData
 from prime_hpc.models.attention import Attend
+from prime_hpc.models.recurrence import TorchRecurrence
 from prime_hpc.trainer.hf_weights import load_weights, named_weights
 from tests.models_support import (
     CONFIGS,
@@ -20,10 +21,11 @@ from tests.models_support import (
 SEQ_LENS = [6, 1, 11, 6, 4]
 
 
-def make_row(seq_lens: list[int], top_k: int | None) -> tuple[torch.Tensor, torch.Tensor, Attend]:
+def make_row(seq_lens: list[int], top_k: int | None) -> tuple[torch.Tensor, torch.Tensor, Attend, TorchRecurrence]:
     torch.manual_seed(4)
     positions = torch.cat([torch.arange(n) for n in seq_lens])
-    return torch.randint(0, 48, (sum(seq_lens),)), positions, open_row(seq_lens, top_k)
+    recurrence = TorchRecurrence(seq_lens, torch.device("cpu"))
+    return torch.randint(0, 48, (sum(seq_lens),)), positions, open_row(seq_lens, top_k), recurrence
 
 
 @pytest.mark.parametrize("seq_lens", [[9], SEQ_LENS], ids=["one document", "packed"])
@@ -31,8 +33,8 @@ def make_row(seq_lens: list[int], top_k: int | None) -> tuple[torch.Tensor, torc
 def test_logits_logprobs_and_gradients_equal_those_of_transformers(name, seq_lens, tmp_path):
     hf = save_model(name, tmp_path)
     native = load_native(tmp_path)
-    tokens, positions, attend = make_row(seq_lens, getattr(hf.config, "index_topk", None))
-    logits = native(tokens, positions, attend)
+    tokens, positions, attend, recurrence = make_row(seq_lens, getattr(hf.config, "index_topk", None))
+    logits = native(tokens, positions, attend, recurrence=recurrence)
     expected = torch.cat([hf(input_ids=document[None]).logits[0] for document in tokens.split(seq_lens)])
     assert_near(logits, expected)
     logprobs, expected_logprobs = (x.log_softmax(-1).gather(-1, tokens.roll(-1)[:, None]) for x in (logits, expected))

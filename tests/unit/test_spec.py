@@ -14,6 +14,9 @@ MLA = dict(BASE, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=40, qk_rope
            v_head_dim=20, n_group=1, topk_group=1, n_routed_experts=4, n_shared_experts=2,
            **MOE)  # fmt: skip
 
+DELTA = dict(linear_num_key_heads=2, linear_key_head_dim=16, linear_num_value_heads=4, linear_value_head_dim=24,
+             linear_conv_kernel_dim=3,
+             layer_types=["linear_attention", "full_attention", "linear_attention"])  # fmt: skip
 MODELS = {
     "afmoe": dict(BASE, num_experts=4, num_shared_experts=2, num_dense_layers=1, attention_bias=True, **MOE),
     "gemma3_text": BASE,
@@ -23,6 +26,11 @@ MODELS = {
     "llama, biases": dict(BASE, attention_bias=True),
     "qwen2": {k: v for k, v in BASE.items() if k != "head_dim"},
     "qwen3": BASE,
+    "qwen3_5_text": dict(BASE, **DELTA),
+    "qwen3_5_text, biases": dict(BASE, attention_bias=True, **DELTA),
+    "qwen3_5_moe_text": dict({k: v for k, v in BASE.items() if k != "intermediate_size"}, num_experts=4,
+                             shared_expert_intermediate_size=40, **MOE, **DELTA),
+    "qwen3_next": dict(BASE, num_experts=4, shared_expert_intermediate_size=40, **MOE, **DELTA),
     "qwen3_moe": dict(BASE, num_experts=4, **MOE),
     "qwen3_moe, some dense": dict(BASE, num_experts=4, mlp_only_layers=[1], decoder_sparse_step=1, **MOE),
     "qwen2_moe": dict({k: v for k, v in BASE.items() if k != "head_dim"}, num_experts=4,
@@ -84,6 +92,20 @@ def test_flops_of_experts_by_hand():
     matrices = 3 * attention + dense + 2 * (router + chosen + shared) + 128 * 64
     config = dict(BASE, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, **MOE)
     assert spec.train_flops(config, [1]) == 3 * (2 * matrices + 3 * (2 * 2 * 4 * 32))
+
+
+def test_flops_of_a_delta_rule_by_hand():
+    keys, values = 2 * 16, 4 * 24
+    linear = 64 * (2 * keys + 2 * values + 2 * 4) + 3 * (2 * keys + values) + values * 64
+    attention = 64 * 4 * 32 * 2 + 2 * (64 * 2 * 32) + 4 * 32 * 64  # queries have gates
+    matrices = 2 * linear + attention + 3 * 3 * 64 * 96 + 128 * 64
+    states, pairs = 2 * 3 * 2 * 4 * 16 * 24 * 7, 2 * 2 * 4 * 32 * (5 * 6 // 2 + 2 * 3 // 2)
+    config = dict(BASE, model_type="qwen3_5_text", **DELTA)
+    assert spec.train_flops(config, [5, 2]) == 3 * (2 * matrices * 7 + states + pairs)
+    assert spec.train_flops(config, [5, 2], frozen=True) == 2 * 2 * matrices * 7 + 3 * (states + pairs)
+    assert spec.kv_bytes_per_token(config, 2) == 1 * 2 * 2 * 32 * 2
+    by_interval = {key: value for key, value in config.items() if key != "layer_types"} | {"full_attention_interval": 2}
+    assert spec.train_flops(by_interval, [5, 2]) == spec.train_flops(config, [5, 2])
 
 
 def test_flops_of_latent_attention_count_both_head_dimensions():

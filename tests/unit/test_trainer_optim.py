@@ -114,6 +114,12 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     assert [shape for shape, _, _ in adamw] == [(4, 2), (3, 2), (2,)]
 
 
+def test_taps_of_single_channels_are_no_matrices():
+    taps = torch.nn.Parameter(torch.zeros(6, 1, 4))
+    [adamw] = build_optimizers([("linear_attn.conv1d.weight", taps)], Muon(lr=1.0))
+    assert isinstance(adamw, torch.optim.AdamW) and adamw.param_groups[0]["weight_decay"] == 0
+
+
 def test_sign_descent_moves_every_weight_by_the_rate():
     weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0, 3.0]]))
     weight.grad = torch.tensor([[5.0, -1e-9, 0.0]])
