@@ -78,16 +78,36 @@ def add_heads(query: Tensor, key: Tensor, value: Tensor, scale: float, window: i
     return query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
+class AddRates:
+    """In place of a delta rule and its convolution, likewise."""
+
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight.sum(-1)
+
+    def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        return value * ((query + key).mean((1, 2))[:, None] + log_decay + beta)[..., None]
+
+
+def rule_flops(config: dict[str, int]) -> int:
+    """Of one delta rule with its convolution, for a token."""
+    heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    channels = 2 * keys + heads * config["linear_value_head_dim"]
+    state = heads * config["linear_key_head_dim"] * config["linear_value_head_dim"]
+    return 2 * (3 * state + channels * config["linear_conv_kernel_dim"])
+
+
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_flops_are_those_of_the_products_that_run(name, tmp_path):
-    """Everything but attention, which is left out here, as torch counts what is executed. In a document of one token
-    there is one pair."""
+    """Everything but attention and delta rules, which are left out here, as torch counts what is executed. In a document
+    of one token there is one pair."""
     save_model(name, tmp_path)
     model, n = load_native(tmp_path), 12
     with FlopCounterMode(display=False) as counter:
-        model(torch.arange(n), torch.arange(n), add_heads).sum().backward()
+        model(torch.arange(n), torch.arange(n), add_heads, recurrence=AddRates()).sum().backward()
     config = json.loads((tmp_path / "config.json").read_text())
     latent = [config.get(f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v")]
     dims = sum(latent) or 2 * config["head_dim"]
-    pairs = 2 * config["num_attention_heads"] * dims * config["num_hidden_layers"] * n
-    assert counter.get_total_flops() == train_flops(config, [1] * n) - 3 * pairs
+    linear = (config.get("layer_types") or []).count("linear_attention")
+    pairs = 2 * config["num_attention_heads"] * dims * (config["num_hidden_layers"] - linear) * n
+    rules = linear * n * rule_flops(config) if linear else 0
+    assert counter.get_total_flops() == train_flops(config, [1] * n) - 3 * (pairs + rules)
