@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -15,8 +16,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from prime_hpc.config.model_files import missing_weights
 from prime_hpc.errors import ConfigProblem, ConfigurationError, CorruptData
 from prime_hpc.models.conversion import Conversion, Piece
+from prime_hpc.models.tensor_index import locate
 
 SAME_TENSOR = ""
 """Stands for the rule of tensors that at most their name parts from a parameter."""
@@ -32,9 +35,16 @@ class Mapped(Conversion):
         yield from self.parts.get(name, [Piece(name, None)])
 
 
-def default_names(hf: PreTrainedModel) -> list[str]:
-    """The tensors that transformers would save of a model."""
-    return list(revert_weight_conversion(hf, hf.state_dict()))
+def map_directory(hf: PreTrainedModel, directory: Path) -> Conversion:
+    """How the checkpoint in `directory` makes up the parameters of `hf`. Without weights, which a model to be exported
+    may lack, the layout is that which transformers writes.
+
+    Raises:
+        ConfigurationError, CorruptData: as `map_checkpoint`.
+    """
+    if missing_weights(directory):
+        return map_checkpoint(hf, revert_weight_conversion(hf, hf.state_dict()))
+    return map_checkpoint(hf, locate(directory))
 
 
 def map_checkpoint(hf: PreTrainedModel, names: Iterable[str]) -> Conversion:

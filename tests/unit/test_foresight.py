@@ -338,3 +338,12 @@ def test_weights_that_are_divided_by_heads_alone_stay_gathered() -> None:
     kept, freed = (trainer_memory(make_config(ranks=2, parallel={"tp": 2}, reshard_after_forward=given), PLAIN,
                                   on_gpu=True).gpu["gathered weights"] for given in (None, True))  # fmt: skip
     assert kept > freed
+
+
+def test_documents_that_run_one_by_one_are_said(tmp_path: Path) -> None:
+    config = parse({"env": {"train": [{"id": "a"}]}})
+    plan = build_plan(config, tmp_path / "mine", Attempt(), gpus=0)
+    kinds = {"lfm2": ["conv", "full_attention"], "qwen3": ["full_attention"]}
+    said = [" ".join(foresee(plan, config, {**DENSE_600M, "model_type": kind, "layer_types": layers}).warnings)
+            for kind, layers in kinds.items()]  # fmt: skip
+    assert ["the trainer runs the documents of a row one by one" in words for words in said] == [True, False]
