@@ -15,6 +15,8 @@ MASKABLE = ("full_attention", "attention", "sliding_attention", "chunked_attenti
 WINDOWS = ("sliding_attention", "chunked_attention")
 SINKS = ("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Model types whose attention has sinks."""
+MASK_ALONE = ("minimax", "nemotron", "recurrent_gemma", "stablelm", "xglm")
+"""Model types whose attention, in transformers, heeds nothing but a mask."""
 ELSEWHERE = (
     "biogpt", "bloom", "codegen", "ctrl", "falcon", "falcon_mamba", "fuyu", "gemma3", "gemma4", "gemma4_unified",
     "got_ocr2", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "hrm_text", "llama4",
@@ -56,6 +58,8 @@ def needs_eager(hf_config: HFConfig) -> str | None:
         return "its attention scores have a soft cap"
     if text.get("model_type") in SINKS:
         return "its attention has sinks"
+    if text.get("model_type") in MASK_ALONE:
+        return "its attention heeds nothing but a mask"
     return "its attention chooses among tokens by an index" if text.get("index_topk") else None
 
 

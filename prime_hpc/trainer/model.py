@@ -154,8 +154,8 @@ class PolicyModel(nn.Module):
         """Settle the experts' load of a step: its metrics, after a move of the routers' biases by `rate`."""
         return {}
 
-    def restore_buffers(self, module: nn.Module) -> None:
-        """Compute the buffers of `module` that no checkpoint holds."""
+    def restore_buffers(self, modules: list[nn.Module]) -> None:
+        """Compute the buffers of `modules` that no checkpoint holds."""
         raise NotImplementedError
 
 
@@ -226,13 +226,13 @@ class HFPolicy(PolicyModel):
         finally:
             self._text._attn_implementation = self._implementation
 
-    def restore_buffers(self, module: nn.Module) -> None:
-        """Compute the buffers of `module` that no checkpoint holds as transformers does."""
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor._is_hf_initialized = True
-        for name in module._non_persistent_buffers_set:
-            module.get_buffer(name)._is_hf_initialized = False
-        self._whole[0]._init_weights(module)
+    def restore_buffers(self, modules: list[nn.Module]) -> None:
+        """Compute what no checkpoint holds as transformers does, for some all at once from the base model."""
+        wanted = {id(module.get_buffer(name)) for module in modules for name in module._non_persistent_buffers_set}
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor._is_hf_initialized = id(tensor) not in wanted
+        for module in (*modules, self.model):
+            self._whole[0]._init_weights(module)
 
     def extend(
         self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None
@@ -440,10 +440,10 @@ def _load_config(model: ModelConfig) -> PreTrainedConfig:
 def _restore_buffers(policy: PolicyModel, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds, such as rotary frequencies: by building their modules anew where
     these can be built from a configuration."""
-    for module in policy.modules():
-        if module._non_persistent_buffers_set and not hasattr(module, "config"):
-            policy.restore_buffers(module)
-            continue
-        for buffer in module._non_persistent_buffers_set:
+    volatile = [module for module in policy.modules() if module._non_persistent_buffers_set]
+    for module in volatile:
+        for buffer in module._non_persistent_buffers_set if hasattr(module, "config") else ():
             fresh = type(module)(config=module.config).to(device)
             module.register_buffer(buffer, getattr(fresh, buffer), persistent=False)
+    if others := [module for module in volatile if not hasattr(module, "config")]:
+        policy.restore_buffers(others)
