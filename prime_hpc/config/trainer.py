@@ -159,6 +159,9 @@ class TrainerConfig:
     """Move of the routers' score-correction biases towards even load after a step; 0 leaves them as they are."""
     router_replay: bool = False
     """Compute every token by the experts that computed it when it was sampled; engines record and send them."""
+    self_check: bool = True
+    """Before training, hold the scores of a model of transformers against those of its own forward, one document at a
+    time."""
     max_skipped_steps: NonNegative = 5
     """Steps skipped for a loss or gradient that is not finite, in a row, after which the run stops."""
     threads: Positive | None = None

@@ -12,17 +12,21 @@ ENTRY = "{expert}"
 
 @dataclass(frozen=True)
 class Piece:
-    """A Hugging Face tensor and its place in a native one: entry `index` of dimension 0, or the whole."""
+    """A Hugging Face tensor and its place in a native one: entry `index` of dimension 0, or the whole; of that `rows`,
+    or all."""
 
     name: str
     index: int | None
+    rows: slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """This piece of the native tensor, as a view."""
-        return tensor if self.index is None else tensor[self.index]
+        entry = tensor if self.index is None else tensor[self.index]
+        return entry if self.rows is None else entry[self.rows]
 
     def shape(self, native: torch.Size) -> tuple[int, ...]:
-        return tuple(native if self.index is None else native[1:])
+        whole = tuple(native if self.index is None else native[1:])
+        return whole if self.rows is None else (self.rows.stop - self.rows.start, *whole[1:])
 
 
 @dataclass(frozen=True)

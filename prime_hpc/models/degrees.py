@@ -9,6 +9,7 @@ from prime_hpc.config.sizes import trainer_ranks, trainer_size
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.models import families
 from prime_hpc.models.spec import Divisions, HFConfig, divisions, linear_layers
+from prime_hpc.models.traits import ELSEWHERE, has_windows, needs_eager, runs_one_by_one, text_of
 
 KEY = "trainer.parallel"
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -69,7 +70,7 @@ def find_parallel_problems(config: RunConfig) -> list[ConfigProblem]:
 
 def _engine_problems(config: RunConfig) -> list[ConfigProblem]:
     hf_config, degree = hf_config_of(config.model), config.inference.vllm.get("tensor_parallel_size", 1)
-    heads = divisions(hf_config).heads if hf_config else degree
+    heads = text_of(hf_config or {}).get("num_attention_heads", degree)
     if not isinstance(degree, int) or degree < 1 or heads % degree == 0:
         return []
     expected = f"{_list(_divisors(heads))}, which divide the {heads} attention heads"
@@ -123,13 +124,13 @@ class _Model:
         lora = config.lora
         experts_adapted = lora.on and "experts" in lora.targets
         hf_config: HFConfig | None = hf_config_of(config.model)
-        if hf_config is None:
+        if hf_config is None or hf_config.get("model_type") in ELSEWHERE:
             return cls(None, True, False, True, lora.on, experts_adapted)
         native = families.choose_implementation(config, hf_config) == "native"
-        sliding = "sliding_attention" in (hf_config.get("layer_types") or ())
         sees = hf_config.get("model_type") in families.SEEING
-        packs_by_ourselves = config.trainer.attn != "eager" and (native or not sliding)
-        recurs = linear_layers(hf_config) > 0
+        masks = has_windows(hf_config) or runs_one_by_one(hf_config) or needs_eager(hf_config) is not None
+        packs_by_ourselves = config.trainer.attn != "eager" and (native or not masks)
+        recurs = native and linear_layers(hf_config) > 0
         return cls(divisions(hf_config), native, sees, packs_by_ourselves, lora.on, experts_adapted,
                    bool(hf_config.get("kv_lora_rank")), recurs)  # fmt: skip
 
@@ -142,7 +143,8 @@ class _Model:
         if self.sees:
             return " for a model that sees, which has neither cp nor tp nor ep"
         if not self.native:
-            return " for a model of transformers, which has neither tp nor ep"
+            why = "" if self.packs_by_ourselves else ", nor cp with windows, states between tokens or eager attention"
+            return f" for a model of transformers, which has neither tp nor ep{why}"
         experts = f", {sizes.experts} experts of width {sizes.expert_width}" if sizes.experts else ""
         others = "; latent attention takes no tp" if self.latent else ""
         others += "; adapters take no tp, nor ep where they update experts" if self.adapted else ""

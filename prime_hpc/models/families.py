@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_hpc.config.json_files import hf_config_of
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sizes import components_of
 from prime_hpc.errors import ConfigProblem
-from prime_hpc.models.spec import HFConfig, linear_layers
+from prime_hpc.models import traits
+from prime_hpc.models.spec import HFConfig
 
 if TYPE_CHECKING:
     from prime_hpc.models.family import Family
@@ -103,16 +106,47 @@ def choose_implementation(config: RunConfig, hf_config: HFConfig) -> str:
 
 def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[ConfigProblem]:
     problems = []
-    if linear_layers(hf_config):
-        expected = ("a model that runs natively, as it has linear attention, whose state goes from document to "
-                    f"document of a row in transformers, and {why}")  # fmt: skip
-        problems.append(ConfigProblem("model.path", config.model.path, expected))
     if config.trainer.router_replay:
         expected = f"false, since only native models can replay, and {why}"
         problems.append(ConfigProblem("trainer.router_replay", True, expected))
     if config.lora.on and "experts" in config.lora.targets and EXPERT_KEYS & hf_config.keys():
         expected = f"targets without experts, whose adapters need a native model, and {why}"
         problems.append(ConfigProblem("lora.targets", config.lora.targets, expected))
+    return problems
+
+
+def runs_one_by_one(config: RunConfig, hf_config: HFConfig) -> bool:
+    """Whether the trainer runs the documents of a row one by one, as in transformers they would see one another."""
+    return choose_implementation(config, hf_config) == "hf" and traits.runs_one_by_one(hf_config)
+
+
+def no_context_parallelism(cp: int) -> ConfigProblem:
+    expected = "1, as layers of this model hand something from token to token, which ranks do not"
+    return ConfigProblem("trainer.parallel.cp", cp, expected)
+
+
+def no_tenants(adapters: Iterable[str]) -> ConfigProblem:
+    expected = "one adapter, as documents of this model run one by one"
+    return ConfigProblem("lora.adapters", sorted(adapters), expected)
+
+
+def _of_transformers(config: RunConfig, hf_config: HFConfig) -> list[ConfigProblem]:
+    """What a model of transformers cannot be trained with."""
+    kind, problems, trainer = hf_config.get("model_type"), [], config.trainer
+    if "vision_config" in hf_config and kind not in (*SEEING, *traits.TEXT_ALONE):
+        expected = f"a text model or one of type {', '.join(SEEING)}, as no other that sees is trained, such as {kind}"
+        problems.append(ConfigProblem("model.path", config.model.path, expected))
+    elif kind in traits.ELSEWHERE:
+        expected = f"a decoder whose blocks are `model.layers` in transformers, which those of {kind} are not"
+        problems.append(ConfigProblem("model.path", config.model.path, expected))
+    if runs_one_by_one(config, hf_config) and len(config.lora.adapters) > 1:
+        problems.append(no_tenants(config.lora.adapters))
+    if hf_config.get("quantization_config"):
+        expected = "weights in bfloat16 or float32, as quantised ones are not trained: dequantise them first"
+        problems.append(ConfigProblem("model.path", config.model.path, expected))
+    why = traits.needs_eager(hf_config)
+    if why and trainer.attn not in ("auto", "eager"):
+        problems.append(ConfigProblem("trainer.attn", trainer.attn, f"auto or eager, since {why}"))
     return problems
 
 
@@ -136,13 +170,14 @@ def _seeing(config: RunConfig) -> list[ConfigProblem]:
 
 
 def find_model_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Why `model.impl=native` cannot run, what it alone can do that is asked of another, or what a model that sees
-    cannot do. A directory without a model is another check's problem."""
+    """Why `model.impl=native` cannot run, what it alone can do that is asked of another, or what a model that sees or
+    one of transformers cannot do. A directory without a model is another check's problem."""
     hf_config = hf_config_of(config.model)
     obstacle = find_obstacle(hf_config) if hf_config else None
     problems = []
     if hf_config and choose_implementation(config, hf_config) == "hf":
         problems += _native_only(config, hf_config, obstacle or "model.impl or trainer.attn ask for transformers")
+        problems += _of_transformers(config, hf_config) if "trainer" in components_of(config) else []
     if hf_config and hf_config.get("model_type") in SEEING:
         problems += _seeing(config)
     if config.model.impl != "native":

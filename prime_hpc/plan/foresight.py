@@ -8,6 +8,7 @@ from pathlib import Path
 from prime_hpc.config.cluster import component
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.slurm_checks import MEBIBYTES, mebibytes
+from prime_hpc.models.families import runs_one_by_one
 from prime_hpc.models.spec import HFConfig, param_count
 from prime_hpc.plan.devices import DEVICES, GIB, device_of
 from prime_hpc.plan.disk import Disk, disk_use
@@ -52,6 +53,7 @@ def foresee(plan: RunPlan, config: RunConfig, hf_config: HFConfig, *, here: str 
             *_short_of_memory(plan, config, roles),
             *_short_of_disk(Path(plan.run_dir), disk),
             *_unknown(plan, config, pace),
+            *_one_by_one(plan, config, hf_config),
         ],
     )
 
@@ -153,3 +155,10 @@ def _unknown(plan: RunPlan, config: RunConfig, pace: Pace | None) -> list[str]:
     if given is None:
         return ["no estimate of time: cluster.gpu does not say which GPUs the nodes have, e.g. cluster.gpu=H200"]
     return [f"no estimate of time: cluster.gpu={given} is none of {', '.join(DEVICES)}"]
+
+
+def _one_by_one(plan: RunPlan, config: RunConfig, hf_config: HFConfig) -> list[str]:
+    if not plan.of("trainer") or not runs_one_by_one(config, hf_config):
+        return []
+    return ["the trainer runs the documents of a row one by one, as in transformers those of this model would see one "
+            "another: slower than estimated, the more so the shorter they are"]  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
 from prime_hpc.models.attention import SDPA, Attend
+from prime_hpc.models.traits import has_windows
 
 DOCUMENTS = "prime_documents"
 """Name among the implementations of transformers of attention that goes through an `Attend`."""
@@ -18,8 +19,7 @@ def choose_implementation(backend: str, config: PreTrainedConfig) -> str:
 
     Models with sliding windows keep the implementation of transformers, which masks documents by their positions.
     """
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    if not sliding:
+    if not has_windows(config.to_dict()):
         return DOCUMENTS if backend != "eager" else backend
     return backend if backend.startswith("flash") or backend == "eager" else SDPA
 
@@ -48,7 +48,7 @@ def document_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     attend: Attend,
@@ -65,10 +65,10 @@ def document_attention(
         [1, n, heads, d] and no attention weights.
 
     Raises:
-        NotImplementedError: the model wants a soft cap or sinks.
+        NotImplementedError: the model wants a soft cap, sinks, a window or a mask.
     """
-    if others.get("softcap") is not None or others.get("s_aux") is not None:
-        raise NotImplementedError("attention with a soft cap or sinks: set trainer.attn=eager")
+    if attention_mask is not None or any(others.get(key) is not None for key in ("softcap", "s_aux", "sliding_window")):
+        raise NotImplementedError("attention with a soft cap, sinks, a window or a mask: set trainer.attn=eager")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(query, key, value, scaling, sliding_window)[None], None
 

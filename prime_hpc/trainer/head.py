@@ -12,9 +12,9 @@ Accumulate = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def score_tokens(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Score `targets` under softmax(hidden @ weight.T / temperature), `chunk` tokens at a time.
+    """Score `targets` under softmax(logits / temperature) with logits = hidden @ weight.T, `chunk` tokens at a time.
 
     Args:
         hidden: [m, h], the state from which each target is predicted.
@@ -22,11 +22,17 @@ def score_tokens(
         targets: int64[m].
         temperatures: float32[m]; its precision is that of logits and scores.
         chunk: rows of logits that exist at once.
+        cap: of the logits, which become cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118, section 2).
 
     Returns:
         float32[m] log-probabilities and float32[m] entropies in nats, both differentiable in `hidden` and `weight`.
     """
-    return _Scores.apply(hidden, weight, targets, temperatures, chunk)
+    return _Scores.apply(hidden, weight, targets, temperatures, chunk, cap)
+
+
+def soften(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits under a soft cap, if any."""
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 class _Scores(torch.autograd.Function):
@@ -35,15 +41,15 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int, cap: float | None
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normaliser = (torch.empty_like(temperatures) for _ in range(3))
         score, *_ = _passes(hidden.device)
         for rows in _chunks(len(targets), chunk):
-            logits = hidden[rows] @ weight.T
+            logits = soften(hidden[rows] @ weight.T, cap)
             logprobs[rows], entropy[rows], normaliser[rows] = score(logits, targets[rows], temperatures[rows])
         ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.cap = chunk, cap
         return logprobs, entropy
 
     @staticmethod
@@ -53,12 +59,14 @@ class _Scores(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
         _, differentiate, accumulate = _passes(hidden.device)
         for rows in _chunks(len(hidden), ctx.chunk):
-            logits = hidden[rows] @ weight.T
+            logits = soften(hidden[rows] @ weight.T, ctx.cap)
+            slope = 1.0 if ctx.cap is None else 1 - (logits / ctx.cap) ** 2
             grad_logits = differentiate(logits, *(t[rows] for t in (*tokens, grad, entropy_grad)))
+            grad_logits = grad_logits if ctx.cap is None else grad_logits * slope
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 accumulate(grad_weight, grad_logits.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _passes(device: torch.device) -> tuple[Score, Differentiate, Accumulate]:

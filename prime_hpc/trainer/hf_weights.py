@@ -1,6 +1,5 @@
 """Weights from a Hugging Face directory into sharded parameters: every rank reads its own slices and no more."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from prime_hpc.config.model_checks import find_weight_problems
-from prime_hpc.config.model_files import INDEX, SINGLE
-from prime_hpc.errors import ConfigurationError, CorruptData
+from prime_hpc.errors import CorruptData
 from prime_hpc.models.conversion import Conversion, Piece
 from prime_hpc.models.decoder import CausalLM
 from prime_hpc.models.lora import adapter_of
+from prime_hpc.models.tensor_index import locate
 from prime_hpc.trainer.model import PolicyModel
 
 
@@ -38,7 +36,7 @@ def load_tensors(targets: dict[str, torch.Tensor], conversion: Conversion, direc
         ConfigurationError: a file is missing.
         CorruptData: a tensor is missing or has another shape; its name is in the text.
     """
-    files = _locate(directory)
+    files = locate(directory)
     with ExitStack() as stack, torch.no_grad():
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
         for name, target in targets.items():
@@ -67,10 +65,19 @@ def _copy(stored: Any, piece: Piece, local: torch.Tensor, slices: tuple[slice, .
     """Read what of a piece belongs to `local`, which lies at `slices` of the native tensor."""
     if not local.numel():
         return
-    if piece.index is None:
-        local.copy_(stored[slices])
-    elif slices[0].start <= piece.index < slices[0].stop:
-        local[piece.index - slices[0].start].copy_(stored[slices[1:]])
+    if piece.index is not None:
+        entries, *slices = slices
+        if not entries.start <= piece.index < entries.stop:
+            return
+        local = local[piece.index - entries.start]
+    if piece.rows is None:
+        local.copy_(stored[tuple(slices)])
+        return
+    mine, *others = slices
+    begin, end = max(piece.rows.start, mine.start), min(piece.rows.stop, mine.stop)
+    if begin < end:
+        wanted = slice(begin - piece.rows.start, end - piece.rows.start)
+        local[begin - mine.start : end - mine.start].copy_(stored[(wanted, *others)])
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -79,14 +86,3 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
         return tensor, tuple(slice(0, n) for n in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-
-
-def _locate(directory: Path) -> dict[str, Path]:
-    """Name of every tensor -> file that holds it."""
-    if problems := list(find_weight_problems("model.path", directory)):
-        raise ConfigurationError(problems)
-    if (directory / INDEX).exists():
-        names = json.loads((directory / INDEX).read_text())["weight_map"]
-        return {name: directory / file for name, file in names.items()}
-    with safe_open(directory / SINGLE, "pt") as file:
-        return dict.fromkeys(file.keys(), directory / SINGLE)

@@ -24,6 +24,7 @@ from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.profiler import StepProfiler
 from prime_hpc.trainer.record_source import RecordSource
 from prime_hpc.trainer.row import PackedRow
+from prime_hpc.trainer.self_check import check_scores
 from prime_hpc.trainer.sft_source import SFTSource
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.batches import BatchSource, open_source
@@ -38,6 +39,7 @@ def run(role: Role) -> None:
     optimizer = open_optimizer(policy, config, world)
     checkpointer = Checkpointer(role, world, policy, optimizer.optimizers, lineage)
     step = _restore(role, policy, checkpointer)
+    check_scores(policy, config, world, role.log)
     writer = WeightsWriter(role, world, policy)
     serving = config.mode == "rl"
     if serving:

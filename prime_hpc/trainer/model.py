@@ -1,5 +1,7 @@
 """The policy: a model of our own or of transformers whose forward ends in scores of tokens, sharded with FSDP2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +24,18 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
-from prime_hpc.models import families, varlen
+from prime_hpc.models import families, traits, varlen
 from prime_hpc.models.attention import SDPA, CachedAttention, choose_backend
 from prime_hpc.models.balance import ExpertLoad, even_out, max_violation
 from prime_hpc.models.conversion import SAME, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.lora import LoRA, attach
+from prime_hpc.models.mapped import map_directory
 from prime_hpc.models.recurrence import INSTALL, TORCH, CachedRecurrence, choose_recurrence, open_recurrence
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.head import score_tokens, soften
 from prime_hpc.trainer.low_precision import use_fp8
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
 from prime_hpc.trainer.memory.offload import ActivationOffload
@@ -56,6 +59,12 @@ class PolicyModel(nn.Module):
     """The adapters that are trained in place of the parameters, if any."""
     sees = False
     """Whether it takes images."""
+    forwards = ("next_logits",)
+    """Methods beside `forward` that compute with parameters."""
+    logit_scale = 1.0
+    """Logits are the product of the head times this,"""
+    logit_cap: float | None = None
+    """under this soft cap."""
 
     def __init__(self, decoder: nn.Module, head: nn.Linear | None, config: PreTrainedConfig, backend: str, chunk: int):
         super().__init__()
@@ -105,7 +114,9 @@ class PolicyModel(nn.Module):
         hidden = self.hidden_states(part)
         weight, scored = self.head_weight, part.scored
         states = hidden.index_select(0, part.before)
-        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored], row.temperatures[scored], self._chunk)
+        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored],
+                                         row.temperatures[scored] / self.logit_scale, self._chunk,
+                                         self._product_cap)  # fmt: skip
         uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
         return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
 
@@ -122,7 +133,12 @@ class PolicyModel(nn.Module):
         """
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
         last, cache = self.extend(token_ids, positions, mask, cache)
-        return (last @ self.head_weight.T).float(), cache
+        return self.logit_scale * soften((last @ self.head_weight.T).float(), self._product_cap), cache
+
+    @property
+    def _product_cap(self) -> float | None:
+        """The cap of the head's product, before it is scaled."""
+        return self.logit_cap and self.logit_cap / self.logit_scale
 
     def tenants(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """The named parameters that are trained together: all of them (`WHOLE`), or those of each adapter."""
@@ -146,37 +162,92 @@ class PolicyModel(nn.Module):
         """Settle the experts' load of a step: its metrics, after a move of the routers' biases by `rate`."""
         return {}
 
+    def restore_buffers(self, modules: list[nn.Module]) -> None:
+        """Compute the buffers of `modules` that no checkpoint holds."""
+        raise NotImplementedError
+
 
 class HFPolicy(PolicyModel):
     """A model of transformers."""
 
     impl = "hf"
+    forwards = ("next_logits", "own_logits")
 
     def __init__(self, hf: PreTrainedModel, backend: str, chunk: int):
         head = None if hf.config.tie_word_embeddings else hf.get_output_embeddings()
         super().__init__(hf.base_model, head, hf.config, backend, chunk)
         self._text = hf.config.get_text_config()
         self._implementation = self._text._attn_implementation
+        self._whole = (hf,)  # no module of its own: its parts are those of the policy
+        facts = hf.config.to_dict()
+        self.logit_scale, self.logit_cap = traits.logit_scale(facts), traits.logit_cap(facts)
+        self.one_by_one = traits.runs_one_by_one(facts) or any(isinstance(m, nn.Conv1d) for m in self.blocks.modules())
+        """Whether documents of a row run one after the other."""
 
     def hidden_states(self, part: Part) -> Tensor:
         row = part.row
-        return self.model(input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False,
-                          **self._documents(row)).last_hidden_state[0]  # fmt: skip
+        if not self.one_by_one:
+            return self._run(row.token_ids, row.position_ids, row.seq_lens)
+        missing = self._missing(len(row.seq_lens))
+        parts = zip(*(x.split(row.seq_lens) for x in (row.token_ids, row.position_ids)), row.seq_lens, strict=True)
+        states = [self._run(tokens, positions, [n]) for tokens, positions, n in parts]
+        blank = [self._run(row.token_ids[:1], row.position_ids[:1], [1]) for _ in range(missing)]
+        return torch.cat(states) + 0.0 * sum(x.sum() for x in blank)
 
-    def _documents(self, row: PackedRow) -> dict[str, Any]:
+    def _missing(self, forwards: int) -> int:
+        """How many forwards fewer than another rank this one makes: as all gather weights and reduce gradients alike,
+        it has to make these too.
+
+        Raises:
+            ConfigurationError: ranks or adapters share rows.
+        """
+        if self.context.group:
+            raise ConfigurationError([families.no_context_parallelism(self.context.group.size())])
+        if self.lora and len(self.lora.adapters) > 1:
+            raise ConfigurationError([families.no_tenants(self.lora.adapters)])
+        most = torch.tensor(forwards)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most) - forwards
+
+    def _run(self, token_ids: Tensor, position_ids: Tensor, seq_lens: list[int]) -> Tensor:
+        return self.model(input_ids=token_ids[None], position_ids=position_ids[None], use_cache=False,
+                          **self._documents(seq_lens, token_ids.device)).last_hidden_state[0]  # fmt: skip
+
+    def _documents(self, seq_lens: list[int], device: torch.device) -> dict[str, Any]:
         """What attention must be told about a row."""
         open_attend = partial(self.context.open_attention, self.backend)
-        return attention.row_arguments(self._implementation, open_attend, row.seq_lens, row.token_ids.device)
+        return attention.row_arguments(self._implementation, open_attend, seq_lens, device)
+
+    def own_logits(self, token_ids: Tensor) -> Tensor:
+        """float32[n, V] of one document by the model's own forward, head and eager attention."""
+        (hf,) = self._whole
+        if self.lm_head is None:
+            hf.get_output_embeddings().weight = self.head_weight
+        with self._attention("eager"):
+            return hf(input_ids=token_ids[None], use_cache=False).logits[0].float()
+
+    @contextmanager
+    def _attention(self, implementation: str) -> Iterator[None]:
+        self._text._attn_implementation = implementation
+        try:
+            yield
+        finally:
+            self._text._attn_implementation = self._implementation
+
+    def restore_buffers(self, modules: list[nn.Module]) -> None:
+        """Compute what no checkpoint holds as transformers does, for some all at once from the base model."""
+        wanted = {id(module.get_buffer(name)) for module in modules for name in module._non_persistent_buffers_set}
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor._is_hf_initialized = id(tensor) not in wanted
+        for module in (*modules, self.model):
+            self._whole[0]._init_weights(module)
 
     def extend(
         self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache | None]:
-        self._text._attn_implementation = SDPA if self._implementation == attention.DOCUMENTS else self._implementation
-        try:
+        with self._attention(SDPA if self._implementation == attention.DOCUMENTS else self._implementation):
             out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=positions, use_cache=True,
                              past_key_values=DynamicCache(config=self.config) if cache is None else cache)  # fmt: skip
-        finally:
-            self._text._attn_implementation = self._implementation
         return out.last_hidden_state[:, -1], out.past_key_values
 
 
@@ -216,9 +287,10 @@ class VisionPolicy(HFPolicy):
             # every rank runs the tower for every row, so that all gather its weights and reduce its gradients alike
             embedded = embedded + 0.0 * sum(x.sum() for x in (features, *deep))
         positions = position_ids(self.model, row, pixels.grids if pixels else None)
+        documents = self._documents(row.seq_lens, row.token_ids.device)
         return self.model.language_model(inputs_embeds=embedded[None], position_ids=positions, use_cache=False,
                                          visual_pos_masks=mask, deepstack_visual_embeds=deep if pixels else None,
-                                         **self._documents(row)).last_hidden_state[0]  # fmt: skip
+                                         **documents).last_hidden_state[0]  # fmt: skip
 
     def _look(self, pixels: Pixels, like: Tensor) -> tuple[Tensor, list[Tensor]]:
         """[m, h] that stand in the place of the images' tokens, and [m, h] to add behind each of the first layers."""
@@ -301,7 +373,8 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     _prepare_blocks(policy, trainer, world)
     reshard, dtype = _reshards(trainer, world.mesh.degrees.fsdp), getattr(torch, trainer.dtype)
     shard(policy, policy.sharded_apart, world.mesh, dtype, reshard_after_forward=reshard)
-    register_fsdp_forward_method(policy, "next_logits")
+    for method in policy.forwards:
+        register_fsdp_forward_method(policy, method)
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
     return policy
@@ -355,13 +428,13 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
         raise ConfigurationError(problems)
     trainer, hf_config = config.trainer, _load_config(config.model)
     dtype = getattr(torch, trainer.dtype)
-    backend = "eager" if trainer.attn == "eager" else choose_backend(trainer.attn, device, dtype)
-    if families.choose_implementation(config, hf_config.to_dict()) == "native":
-        family, linear = (
-            families.load_family(hf_config.model_type),
-            choose_recurrence(trainer.linear_attn, device, dtype),
-        )
+    facts = hf_config.to_dict()
+    if families.choose_implementation(config, facts) == "native":
+        family, backend = families.load_family(hf_config.model_type), choose_backend(trainer.attn, device, dtype)
+        linear = choose_recurrence(trainer.linear_attn, device, dtype)
         return NativePolicy(family, hf_config, backend, linear, trainer.head_chunk_tokens)
+    eager = trainer.attn == "eager" or (trainer.attn == "auto" and bool(traits.needs_eager(facts)))
+    backend = "eager" if eager else choose_backend(trainer.attn, device, dtype)
     attn = attention.choose_implementation(backend, hf_config.get_text_config())
     if hf_config.model_type in families.SEEING:
         return _build_vision(config, hf_config, backend, attn)
@@ -371,7 +444,9 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
         expected = "a decoder whose blocks are `model.layers`, such as Qwen3 or Llama"
         found = f"{config.model.path} ({hf_config.model_type})"
         raise ConfigurationError([ConfigProblem("model.path", found, expected)])
-    return HFPolicy(hf, backend, trainer.head_chunk_tokens)
+    policy = HFPolicy(hf, backend, trainer.head_chunk_tokens)
+    policy.conversion = SAME if config.model.shape else map_directory(hf, Path(config.model.path))
+    return policy
 
 
 def _build_vision(config: RunConfig, hf_config: PreTrainedConfig, backend: str, attn: str) -> VisionPolicy:
@@ -391,10 +466,12 @@ def _load_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def _restore_buffers(policy: PolicyModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies) by building their modules anew."""
-    for name, module in policy.named_modules():
-        for buffer in module._non_persistent_buffers_set:
-            if not hasattr(module, "config"):
-                raise NotImplementedError(f"buffer {buffer} of {name} cannot be rebuilt: its module has no config")
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies: by building their modules anew where
+    these can be built from a configuration."""
+    volatile = [module for module in policy.modules() if module._non_persistent_buffers_set]
+    for module in volatile:
+        for buffer in module._non_persistent_buffers_set if hasattr(module, "config") else ():
             fresh = type(module)(config=module.config).to(device)
             module.register_buffer(buffer, getattr(fresh, buffer), persistent=False)
+    if others := [module for module in volatile if not hasattr(module, "config")]:
+        policy.restore_buffers(others)

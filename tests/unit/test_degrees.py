@@ -92,10 +92,13 @@ def test_every_mistake_is_reported_at_once(tmp_path):
 
 def test_context_parallelism_needs_attention_of_our_own(tmp_path):
     sliding = {**DENSE, "layer_types": ["sliding_attention", "full_attention"]}
-    config = make_config(tmp_path, sliding, 4, cp=2, cp_style="ring")
-    assert find_parallel_problems(config) == []
-    config.model.impl = "hf"
-    assert len(find_parallel_problems(config)) == 1
+    linear = {**DENSE, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    assert find_parallel_problems(make_config(tmp_path, sliding, 4, cp=2, cp_style="ring")) == []
+    for model in (sliding, linear):
+        config = make_config(tmp_path, model, 4, cp=2, cp_style="ring")
+        config.model.impl = "hf"
+        [problem] = find_parallel_problems(config)
+        assert problem.key == "trainer.parallel.cp" and "nor cp with windows, states between tokens" in problem.expected
 
 
 def test_experts_stay_within_a_node(tmp_path):
@@ -123,3 +126,8 @@ def test_tensor_parallel_engines_divide_the_attention_heads(tmp_path: Path) -> N
     )
     config.inference.vllm = {"tensor_parallel_size": 8}
     assert find_parallel_problems(config) == []
+
+
+def test_a_model_that_the_trainer_cannot_run_has_no_degrees_to_be_judged(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "n_head": 12, "n_embd": 768}
+    assert find_parallel_problems(make_config(tmp_path, gpt2, 2)) == []

@@ -383,3 +383,12 @@ def test_large_experiments_fit_the_gpus_that_they_ask_for(experiment: str, tmp_p
     assert find_parallel_problems(config) == []
     foresight = foresee(build_plan(config, tmp_path / "mine", Attempt(), gpus=0), config, LARGE[experiment])
     assert [words for words in foresight.warnings if not words.startswith("the run needs about")] == []
+
+
+def test_documents_that_run_one_by_one_are_said(tmp_path: Path) -> None:
+    config = parse({"env": {"train": [{"id": "a"}]}})
+    plan = build_plan(config, tmp_path / "mine", Attempt(), gpus=0)
+    kinds = {"lfm2": ["conv", "full_attention"], "qwen3": ["full_attention"]}
+    said = [" ".join(foresee(plan, config, {**DENSE_600M, "model_type": kind, "layer_types": layers}).warnings)
+            for kind, layers in kinds.items()]  # fmt: skip
+    assert ["the trainer runs the documents of a row one by one" in words for words in said] == [True, False]

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config.run import RunConfig
-from prime_hpc.models.families import MODULES, choose_implementation, find_model_problems, find_obstacle, load_family
+from prime_hpc.models.families import (
+    MODULES,
+    choose_implementation,
+    find_model_problems,
+    find_obstacle,
+    load_family,
+    runs_one_by_one,
+)
 
 OBSTACLES = {
     f"gpt2 is not among {', '.join(MODULES)}": {"model_type": "gpt2"},
@@ -61,11 +68,11 @@ def test_auto_takes_native_where_it_can_and_others_are_obeyed():
 
 def test_native_is_refused_before_anything_starts_where_it_cannot_run(tmp_path):
     assert find_model_problems(make_config(tmp_path, "native", model_type="llama")) == []
-    assert find_model_problems(make_config(tmp_path, "auto", model_type="gpt2")) == []
-    config = make_config(tmp_path, "native", model_type="gpt2")
+    assert find_model_problems(make_config(tmp_path, "auto", model_type="olmo2")) == []
+    config = make_config(tmp_path, "native", model_type="olmo2")
     config.trainer.attn = "eager"
     assert [str(problem) for problem in find_model_problems(config)] == [
-        f"model.impl = 'native': expected auto or hf for this model, since gpt2 is not among {', '.join(MODULES)}",
+        f"model.impl = 'native': expected auto or hf for this model, since olmo2 is not among {', '.join(MODULES)}",
         "trainer.attn = 'eager': expected auto, or another that packs documents",
     ]
 
@@ -81,14 +88,13 @@ def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
     assert find_model_problems(config) == []
 
 
-def test_linear_attention_runs_natively_alone(tmp_path):
+def test_linear_attention_runs_natively_or_one_by_one(tmp_path):
     linear = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    assert find_model_problems(make_config(tmp_path, "auto", model_type="qwen3_5_text", **linear)) == []
-    for impl, model_type, obstacle in (("hf", "qwen3_5_text", "model.impl or trainer.attn ask for transformers"),
-                                       ("auto", "olmo_hybrid", "olmo_hybrid is not among glm4_moe")):  # fmt: skip
-        [problem] = find_model_problems(make_config(tmp_path, impl, model_type=model_type, **linear))
-        assert problem.key == "model.path" and "whose state goes from document to document" in problem.expected
-        assert obstacle in problem.expected
+    facts = {"model_type": "qwen3_5_text", **linear}
+    for impl, one_by_one in (("auto", False), ("hf", True)):
+        config = make_config(tmp_path, impl, **facts)
+        assert find_model_problems(config) == []
+        assert runs_one_by_one(config, facts) == one_by_one
 
 
 def test_what_a_model_that_sees_cannot_do_is_refused(tmp_path):
@@ -107,3 +113,52 @@ def test_what_a_model_that_sees_cannot_do_is_refused(tmp_path):
     assert str(problem).startswith(
         "model.impl = 'native': expected auto or hf for this model, since qwen3_vl is not among"
     )
+
+
+REFUSED = {
+    "a decoder whose blocks are `model.layers` in transformers, which those of gpt2 are not": {"model_type": "gpt2"},
+    "a text model or one of type qwen3_vl, as no other that sees is trained, such as gemma3": {
+        "model_type": "gemma3",
+        "vision_config": {},
+    },
+    "weights in bfloat16 or float32, as quantised ones are not trained: dequantise them first": {
+        "model_type": "deepseek_v3",
+        "quantization_config": {"quant_method": "fp8"},
+    },
+    "auto or eager, since its attention scores have a soft cap": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 50.0,
+    },
+    "auto or eager, since its attention has sinks": {"model_type": "gpt_oss"},
+    "auto or eager, since its attention chooses among tokens by an index": {
+        "model_type": "glm_moe_dsa",
+        "index_topk": 2048,
+    },
+}
+
+
+@pytest.mark.parametrize("expected", REFUSED)
+def test_what_does_not_train_rightly_in_transformers_is_refused_where_something_trains(expected, tmp_path):
+    config = make_config(tmp_path, "hf", **REFUSED[expected])
+    config.trainer.attn = "sdpa"
+    assert [problem.expected for problem in find_model_problems(config)] == [expected]
+    config.mode = "serve"
+    assert find_model_problems(config) == []
+
+
+ONE_BY_ONE = {
+    True: [{"model_type": "qwen3_next"}, {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+           {"model_type": "new", "text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+           {"model_type": "gpt_oss", "layer_types": ["sliding_attention"]}, {"model_type": "axk2", "index_topk": 8}],
+    False: [{"model_type": "qwen3"}, {"model_type": "olmo3", "layer_types": ["sliding_attention", "full_attention"]},
+            {"model_type": "lfm2", "layer_types": ["full_attention"]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expected", ONE_BY_ONE)
+def test_documents_run_one_by_one_where_no_mask_parts_them(expected, tmp_path):
+    for hf_config in ONE_BY_ONE[expected]:
+        config = make_config(tmp_path, "hf", **hf_config)
+        assert runs_one_by_one(config, hf_config) == expected, hf_config
+        config.lora.rank, config.lora.adapters, config.lora.targets = 8, ["a", "b"], ["q_proj"]
+        assert [problem.key for problem in find_model_problems(config)] == ["lora.adapters"] * expected

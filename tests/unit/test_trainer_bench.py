@@ -98,8 +98,8 @@ def rule_flops(config: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_flops_are_those_of_the_products_that_run(name, tmp_path):
-    """Everything but attention and delta rules, which are left out here, as torch counts what is executed. In a document
-    of one token there is one pair."""
+    """Everything but attention and delta rules, which are left out here, as torch counts what is executed. There is one
+    pair in a document of one token."""
     save_model(name, tmp_path)
     model, n = load_native(tmp_path), 12
     with FlopCounterMode(display=False) as counter:

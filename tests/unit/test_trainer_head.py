@@ -14,11 +14,12 @@ def make_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, torch.tensor([0, 6, 3, 3, 1]), torch.rand(5, dtype=dtype) + 0.5
 
 
-def test_gradients_are_those_of_finite_differences():
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_gradients_are_those_of_finite_differences(cap):
     hidden, weight, targets, temperatures = make_inputs(torch.float64)
 
     def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return score_tokens(hidden, weight, targets, temperatures, chunk=2)
+        return score_tokens(hidden, weight, targets, temperatures, chunk=2, cap=cap)
 
     assert torch.autograd.gradcheck(scores, (hidden, weight))
 
