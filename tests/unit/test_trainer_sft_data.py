@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from prime_hpc.config import compose
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.schema import parse
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.sft_rows import read_messages
 from prime_hpc.errors import ConfigurationError
@@ -110,6 +112,29 @@ def test_a_launch_reads_the_first_rows_alone(tmp_path: Path):
     assert not [p for p in find_conflicts(config) if p.key == "trainer.sft.data"]
     with pytest.raises(ConfigurationError, match=":101'"):
         read_messages(path)
+
+
+def test_keys_that_sft_would_ignore_are_refused(tmp_path: Path):
+    source = {"id": "prime_hpc.envs.reverse_text"}
+    config = parse({
+        "mode": "sft", "env": {"train": [source], "eval": {"sources": [source], "every": 5}},
+        "algorithm": {"name": "max_rl"}, "frozen": {"big": {"path": "/big"}},
+        "orchestrator": {"batch_size": 8}, "inference": {"vllm": {"seed": 1}},
+        "trainer": {"replay": {"until": 3}, "router_replay": True}, "monitor": {"rollouts": False},
+    })  # fmt: skip
+    found = {p.key: p.value for p in find_conflicts(config) if "mode=sft trains on rows" in p.expected}
+    assert found == {
+        "algorithm.name": "max_rl", "env.train": [source["id"]], "env.eval.sources": [source["id"]],
+        "env.eval.every": 5,
+        "inference.vllm": ["seed"], "frozen": ["big"], "orchestrator.batch_size": 8, "monitor.rollouts": False,
+        "trainer.replay.until": 3, "trainer.router_replay": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("experiment", ["tiny_sft_cpu", "reverse_text_sft_cpu", "reverse_text_sft"])
+def test_experiments_set_nothing_that_sft_ignores(experiment: str):
+    config = compose.compose_run([f"+experiment={experiment}", "model.path=/other"])
+    assert {p.key for p in find_conflicts(config)} == {"model.path", "trainer.sft.data"}, "which are not there"
 
 
 def test_missing_data_is_refused(tmp_path):

@@ -1,0 +1,75 @@
+"""Checks of `mode=sft`: its rows, its batches, and keys that it would ignore."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.run import RunConfig
+from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sizes import rows_at_once
+from prime_hpc.errors import ConfigProblem, ConfigurationError
+
+ROWS_READ = 100
+"""Of the data at launch; the trainer reads all."""
+SAMPLING = ("algorithm", "loss", "env", "inference", "frozen", "update", "orchestrator", "pause",
+            "model.served_name", "monitor.rollouts", "monitor.rollouts_gib", "trainer.share_gpu",
+            "trainer.router_replay", "trainer.batch_timeout_s", "trainer.replay", "trainer.bench")  # fmt: skip
+"""Keys of what mode=sft does not have: tasks, engines, an orchestrator, a policy gradient, other modes."""
+UNUSED = "to be left out: mode=sft trains on rows of messages by cross-entropy and samples nothing from engines"
+
+
+def find_sft_problems(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Everything that mode=sft cannot take."""
+    yield from _ignored(config)
+    sft = config.trainer.sft
+    if not sft.data or not Path(sft.data).is_file():
+        yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
+    else:
+        yield from _first_rows(Path(sft.data))
+    rows = rows_at_once(config)
+    if sft.batch_size % rows:
+        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
+                            f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
+    if sft.probe.stop_at is not None and not sft.probe.every:
+        yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
+
+
+def _ignored(config: RunConfig) -> Iterator[ConfigProblem]:
+    default = RunConfig()
+    for key in SAMPLING:
+        yield from (ConfigProblem(name, value, UNUSED) for name, value in
+                    _changes(key, _value(config, key), _value(default, key)))  # fmt: skip
+
+
+def _changes(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Keys at or below `key` that differ from their default; of another variant of a section, its name."""
+    if is_dataclass(value) and type(value) is type(default):
+        for field in fields(value):
+            yield from _changes(f"{key}.{field.name}", getattr(value, field.name), getattr(default, field.name))
+    elif is_dataclass(value):
+        yield f"{key}.name", getattr(value, "name", None)
+    elif value != default:
+        yield key, _names(value)
+
+
+def _names(value: Any) -> Any:
+    """Of sources their ids and of models their names, whose sections are too long to show; else the value."""
+    if isinstance(value, list):
+        return [getattr(item, "id", item) for item in value]
+    return list(value) if isinstance(value, dict) else value
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _first_rows(data: Path) -> Iterator[ConfigProblem]:
+    """The first mistake in the rows that a launch has time to read."""
+    try:
+        read_messages(data, most=ROWS_READ)
+    except ConfigurationError as error:
+        yield from error.problems
