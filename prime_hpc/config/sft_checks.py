@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sft_rows import DATA, read_first
 from prime_hpc.config.sizes import rows_at_once
+from prime_hpc.config.trainer import SFTFile
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 
 ROWS_READ = 100
@@ -22,12 +23,27 @@ UNUSED = "to be left out: mode=sft trains on rows of messages by cross-entropy a
 def find_sft_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     """Everything that mode=sft cannot take."""
     yield from _ignored(config)
-    sft = config.trainer.sft
-    if not sft.data or not Path(sft.data).is_file():
-        yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
-    else:
-        yield from _first_rows(Path(sft.data))
-    rows = rows_at_once(config)
+    yield from _files(config.trainer.sft.data)
+    yield from _batches(config)
+
+
+def _files(files: list[SFTFile]) -> Iterator[ConfigProblem]:
+    """Missing files, mistakes in the rows that a launch has time to read, and shares of some files alone."""
+    if not files:
+        yield ConfigProblem(DATA, [], "the path of a file of rows, JSONL or parquet, or a list of such files")
+    for file in files:
+        try:
+            read_first(Path(file.path), DATA, ROWS_READ)
+        except ConfigurationError as error:
+            yield from error.problems
+    shares = [file.share for file in files]
+    if None in shares and any(shares):
+        i = shares.index(None)
+        yield ConfigProblem(f"{DATA}.{i}.share", None, "a share, as other files have one; or none has")
+
+
+def _batches(config: RunConfig) -> Iterator[ConfigProblem]:
+    sft, rows = config.trainer.sft, rows_at_once(config)
     if sft.batch_size % rows:
         yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
                             f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
@@ -65,11 +81,3 @@ def _value(config: RunConfig, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def _first_rows(data: Path) -> Iterator[ConfigProblem]:
-    """The first mistake in the rows that a launch has time to read."""
-    try:
-        read_messages(data, most=ROWS_READ)
-    except ConfigurationError as error:
-        yield from error.problems

@@ -1,9 +1,9 @@
 """Configuration of the trainer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds, UserPath
 
@@ -27,13 +27,36 @@ class SFTProbe:
 
 
 @dataclass(kw_only=True)
+class SFTFile:
+    """A file of rows."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    path: UserPath
+    """JSONL or parquet (by its suffix): a `messages` list a row, or `prompt` and `completion`, and `tools` beside."""
+    share: Annotated[float, Field(gt=0)] | None = None
+    """Share of the rows that are trained, relative to the shares of the other files; by default every file is trained
+    once an epoch."""
+
+
+def _as_files(given: Any) -> Any:
+    """A path, or a list of paths, stands for files without shares."""
+    files = ([given] if given else []) if isinstance(given, str) else given
+    return [{"path": file} if isinstance(file, str) else file for file in files] if isinstance(files, list) else given
+
+
+SFTFiles = Annotated[list[SFTFile], BeforeValidator(_as_files)]
+"""Files of rows; the path of one is enough."""
+
+
+@dataclass(kw_only=True)
 class SFTConfig:
     """Supervised fine-tuning over the same loop (`mode: sft`)."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    data: UserPath = ""
-    """JSONL file with a `messages` list a row; assistant messages are trained."""
+    data: SFTFiles = field(default_factory=list)
+    """Rows to train: the path of a file, or a list of files with their shares."""
     batch_size: Positive = 128
     """Rows a step, over all ranks."""
     shuffle: bool = True

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import Messages
+from prime_hpc.config.sft_rows import Conversation
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Sample
@@ -23,7 +24,7 @@ class Row:
     mask: np.ndarray
 
 
-Render = Callable[[Messages], Row]
+Render = Callable[[Conversation], Row]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -40,33 +41,48 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
     """How rows become tokens: a renderer of the `renderers` package, or the tokenizer's chat template (`default`)."""
     if renderer == "default":
-        return lambda messages: render_template(tokenizer, messages)
+        return lambda row: render_template(tokenizer, row)
     # here and not above: the package takes a second to load, and only rows of this kind need it
     from renderers import build_training_sample, create_renderer
     from renderers.configs import config_from_name
 
     typed = create_renderer(tokenizer, config_from_name(renderer))
 
-    def render(messages: Messages) -> Row:
-        sample = build_training_sample(typed, messages, role_to_mask=lambda m: m["role"] == "assistant",
+    def render(row: Conversation) -> Row:
+        sample = build_training_sample(typed, row.messages, role_to_mask=lambda m: m["role"] == "assistant",
+                                       tools=row.tools, message_loss_mask=trained_messages(row),
                                        ensure_final_stop=True)  # fmt: skip
         return Row(np.array(sample.token_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
 
     return render
 
 
-def render_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Row:
+def trained_messages(row: Conversation) -> list[bool]:
+    """Which messages are trained: those of the assistant, behind a prompt."""
+    return [m["role"] == "assistant" and i >= row.context for i, m in enumerate(row.messages)]
+
+
+def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Row:
     """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token.
 
     Raises:
-        ConfigurationError: the template rewrites earlier turns, so that no row of the conversation shows them all.
+        ConfigurationError: the template does not take the messages, or it rewrites earlier turns, so that no row of the
+            conversation shows them all.
     """
-    token_ids = _apply(tokenizer, messages)
+    try:
+        return _render_template(tokenizer, row)
+    except TemplateError as error:
+        expected = f"messages that the model's chat template takes, and it says: {error}"
+        raise ConfigurationError([ConfigProblem("trainer.sft.data", row.place, expected)]) from error
+
+
+def _render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Row:
+    token_ids = _apply(tokenizer, row, len(row.messages))
     mask = np.zeros(len(token_ids), dtype=bool)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = len(_prefix(tokenizer, messages[:i], token_ids, add_generation_prompt=True))
-            end = len(_prefix(tokenizer, messages[: i + 1], token_ids))
+    for i, trained in enumerate(trained_messages(row)):
+        if trained:
+            start = len(_prefix(tokenizer, row, i, token_ids, add_generation_prompt=True))
+            end = len(_prefix(tokenizer, row, i + 1, token_ids))
             mask[start : _end_of_reply(tokenizer, token_ids, start, end)] = True
     return Row(np.array(token_ids, dtype=np.int32), mask)
 
@@ -88,21 +104,17 @@ def to_sample(row: Row, sample_id: str, max_tokens: int) -> Sample:
     )
 
 
-def batch_rows(rows: int, batch_size: int, step: int, seed: int, shuffle: bool) -> list[tuple[int, int]]:
-    """(epoch, row) of batch `step`, counted from 1: a pure function, so a resumed run needs no state for it."""
-    positions = range((step - 1) * batch_size, step * batch_size)
-    epochs = sorted({p // rows for p in positions})
-    orders = {e: np.random.default_rng((seed, e)).permutation(rows) if shuffle else np.arange(rows) for e in epochs}
-    return [(p // rows, int(orders[p // rows][p % rows])) for p in positions]
+def _apply(tokenizer: PreTrainedTokenizerBase, row: Conversation, count: int, **kwargs: bool) -> list[int]:
+    """The tokens of the first `count` messages."""
+    return tokenizer.apply_chat_template(row.messages[:count], tools=row.tools, tokenize=True, return_dict=False,
+                                         **kwargs)  # fmt: skip
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **kwargs: bool) -> list[int]:
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase, messages: Messages, whole: list[int], **kwargs: bool) -> list[int]:
+def _prefix(
+    tokenizer: PreTrainedTokenizerBase, row: Conversation, count: int, whole: list[int], **kwargs: bool
+) -> list[int]:
     """The rendering of the first messages, which must begin that of the whole row."""
-    part = _apply(tokenizer, messages, **kwargs)
+    part = _apply(tokenizer, row, count, **kwargs)
     if whole[: len(part)] != part:
         expected = "a renderer that keeps earlier turns: this chat template rewrites them (see the `renderers` package)"
         raise ConfigurationError([ConfigProblem("model.renderer", "default", expected)])

@@ -6,13 +6,14 @@ from pathlib import Path
 from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sft_rows import DATA, open_rows
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.observe.monitor import Monitor
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.probe import Probe
-from prime_hpc.trainer.sft_data import Row, batch_rows, load_tokenizer, make_render, to_sample
+from prime_hpc.trainer.sft_data import Row, load_tokenizer, make_render, to_sample
+from prime_hpc.trainer.sft_order import RowOrder
 from prime_hpc.transport.messages import RankBatch, StepReport
 
 
@@ -24,15 +25,20 @@ class SFTSource:
         self._config, self._start = role.config, time.monotonic()
         model, sft = role.config.model, role.config.trainer.sft
         self._tokenizer = tokenizer = load_tokenizer(model)
-        messages = read_messages(Path(sft.data))
+        files = [open_rows(Path(file.path), DATA) for file in sft.data]
         held_out = sft.probe.prompts if sft.probe.every else 0
-        if len(messages) <= held_out:
-            expected = f"fewer than the {len(messages)} rows of {sft.data}"
+        if len(files[-1]) <= held_out:
+            expected = f"fewer than the {len(files[-1])} rows of {sft.data[-1].path}"
             raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
         render = make_render(tokenizer, model.renderer)
-        rows = [render(row) for row in messages]
-        self._rows = _trainable(role, rows[: len(rows) - held_out])
-        self._probe = Probe(_trainable(role, rows[-held_out:]), sft.probe, world, tokenizer.eos_token_id,
+        rows = [[render(file[i]) for i in range(len(file))] for file in files]
+        probed = rows[-1][len(rows[-1]) - held_out :]
+        rows[-1] = rows[-1][: len(rows[-1]) - held_out]
+        self._rows = [_trainable(role, of_file) for of_file in rows]
+        shares = [file.share for file in sft.data]
+        self._order = RowOrder([len(of_file) for of_file in self._rows], shares if all(shares) else None,
+                               role.config.seed, sft.shuffle)  # fmt: skip
+        self._probe = Probe(_trainable(role, probed), sft.probe, world, tokenizer.eos_token_id,
                             role.config.seed) if held_out else None  # fmt: skip
         self._monitor = Monitor(role) if world.first else None
         self._losses: list[float] = []
@@ -42,13 +48,13 @@ class SFTSource:
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
         """Batch `step`, or an empty last one once the probe has reached its mark."""
-        config, seed, probe = self._config.trainer, self._config.seed, self._config.trainer.sft.probe
+        config, probe = self._config.trainer, self._config.trainer.sft.probe
         self._close_step(step - 1, report, due=bool(probe.every) and (step - 1) % probe.every == 0)
         reached = None not in (probe.stop_at, self._exact_match) and self._exact_match >= probe.stop_at
         if reached or any(gather(self._world.first and self._role.draining)):
             return self._batch(step, [], [])
-        samples = [to_sample(self._rows[i], f"{epoch}.{i}", self._config.seq_len) for epoch, i in
-                   batch_rows(len(self._rows), config.sft.batch_size, step, seed, config.sft.shuffle)]  # fmt: skip
+        samples = [to_sample(self._rows[draw.file][draw.row], str(draw), self._config.seq_len)
+                   for draw in self._order.batch(step, config.sft.batch_size)]  # fmt: skip
         packed = pack(samples, self._world.dp_size, config.micro_batch_tokens or self._config.seq_len)
         return self._batch(step, packed[self._world.dp_rank], [sample.sample_id for sample in samples])
 
@@ -99,5 +105,5 @@ def _trainable(role: Role, rows: list[Row]) -> list[Row]:
                          len(rows), cut, limit, len(rows) - len(kept))  # fmt: skip
     if not kept:
         expected = "rows with an assistant message within seq_len"
-        raise ConfigurationError([ConfigProblem("trainer.sft.data", role.config.trainer.sft.data, expected)])
+        raise ConfigurationError([ConfigProblem(DATA, [file.path for file in role.config.trainer.sft.data], expected)])
     return kept

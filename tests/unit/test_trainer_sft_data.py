@@ -1,6 +1,9 @@
 """SFT rows: exact masks on the character tokenizer, order of rows, and errors that name the line."""
 
+import json
 import shutil
+import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +15,18 @@ from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import read_messages
+from prime_hpc.config.sft_rows import DATA, Conversation, open_rows, parse_row
+from prime_hpc.config.trainer import SFTFile
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer
 from prime_hpc.trainer.probe import split_last_reply
 from prime_hpc.trainer.sft_data import (
-    batch_rows,
     load_tokenizer,
     make_render,
     render_template,
     to_sample,
 )
+from prime_hpc.trainer.sft_order import RowOrder, apportion
 
 TWO_TURNS = [
     {"role": "user", "content": "ab"},
@@ -30,6 +34,8 @@ TWO_TURNS = [
     {"role": "user", "content": "c"},
     {"role": "assistant", "content": "c"},
 ]
+ROW = Conversation(TWO_TURNS)
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_replies_and_their_end_token_are_trained_and_nothing_else(tokenizer):
-    row = make_render(tokenizer, "default")(TWO_TURNS)
+    row = make_render(tokenizer, "default")(ROW)
     text = tokenizer.convert_ids_to_tokens(row.token_ids.tolist())
     assert text == [USER, "a", "b", ASSISTANT, "b", "a", EOS, USER, "c", ASSISTANT, "c", EOS]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
@@ -47,7 +53,7 @@ def test_replies_and_their_end_token_are_trained_and_nothing_else(tokenizer):
 def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer, monkeypatch):
     template = tokenizer.chat_template.replace("{% endgeneration %}", "{% endgeneration %}z")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    row = render_template(tokenizer, TWO_TURNS[:2])
+    row = render_template(tokenizer, Conversation(TWO_TURNS[:2]))
     assert tokenizer.convert_ids_to_tokens(row.token_ids.tolist())[-2:] == [EOS, "z"]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
 
@@ -56,11 +62,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatc
     template = "{% for m in messages %}{{ m.content if loop.last else 'x' }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(ConfigurationError, match="model.renderer.*keeps earlier turns"):
-        render_template(tokenizer, TWO_TURNS)
+        render_template(tokenizer, ROW)
 
 
 def test_a_sample_joins_the_cross_entropy_alone_and_is_cut(tokenizer):
-    sample = to_sample(render_template(tokenizer, TWO_TURNS), "0.7", max_tokens=6)
+    sample = to_sample(render_template(tokenizer, ROW), "0.7", max_tokens=6)
     assert sample.sample_id == "0.7"
     assert len(sample.token_ids) == 6
     assert sample.ce_weights.numpy().tolist() == [0, 0, 0, 0, 1, 1]
@@ -70,48 +76,135 @@ def test_a_sample_joins_the_cross_entropy_alone_and_is_cut(tokenizer):
 
 
 def test_the_last_reply_is_parted_from_its_prompt(tokenizer):
-    prompt, reply = split_last_reply(render_template(tokenizer, TWO_TURNS))
+    prompt, reply = split_last_reply(render_template(tokenizer, ROW))
     assert tokenizer.convert_ids_to_tokens(prompt.tolist())[-1] == ASSISTANT
     assert tokenizer.convert_ids_to_tokens(reply.tolist()) == ["c", EOS]
 
 
 def test_batches_run_through_every_epoch_in_a_new_order():
-    drawn = [batch_rows(5, 3, step, seed=7, shuffle=True) for step in range(1, 6)]
-    flat = [pair for batch in drawn for pair in batch]
-    assert [epoch for epoch, _ in flat] == [0] * 5 + [1] * 5 + [2] * 5
-    orders = [[row for e, row in flat if e == epoch] for epoch in range(3)]
-    assert [sorted(order) for order in orders] == [list(range(5))] * 3
+    order = RowOrder([5], None, seed=7, shuffle=True)
+    flat = [draw for step in range(1, 6) for draw in order.batch(step, 3)]
+    assert [draw.turn for draw in flat] == [0] * 5 + [1] * 5 + [2] * 5
+    orders = [[draw.row for draw in flat if draw.turn == epoch] for epoch in range(3)]
+    assert [sorted(rows) for rows in orders] == [list(range(5))] * 3
     assert orders[0] != orders[1]
-    assert batch_rows(5, 3, 4, seed=7, shuffle=True) == drawn[3]
-    assert batch_rows(5, 3, 2, seed=7, shuffle=False) == [(0, 3), (0, 4), (1, 0)]
+    assert RowOrder([5], None, seed=7, shuffle=True).batch(4, 3) == flat[9:12]
+    assert RowOrder([5], None, 7, shuffle=False).batch(2, 3) == [(0, 0, 3), (0, 0, 4), (1, 0, 0)]
+
+
+def test_files_are_trained_by_their_shares_and_every_row_as_often_as_its_neighbours():
+    assert [draw.file for draw in RowOrder([2, 4], None, 0, shuffle=False).batch(1, 6)] == [0, 0, 1, 1, 1, 1]
+    order = RowOrder([2, 8], [3, 2], seed=1, shuffle=True)
+    drawn = [draw for step in range(1, 9) for draw in order.batch(step, 5)]
+    for epoch in range(4):
+        files = [draw.file for draw in drawn[10 * epoch : 10 * epoch + 10]]
+        assert (files.count(0), files.count(1)) == (6, 4), "of 10 rows an epoch"
+        assert files != sorted(files)
+    assert Counter(draw[1:] for draw in drawn) == {**{(0, i): 12 for i in range(2)}, **{(1, i): 2 for i in range(8)}}
+    assert [draw.turn for draw in drawn if draw.file == 1] == [0] * 8 + [1] * 8
+    assert apportion(10, [1, 1000]) == [1, 9]
+    assert apportion(10, [1, 1, 1]) == [4, 3, 3]
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ('{"messages": [{"role": "user"}]}\n{"messages": []}\n', ":2'.*not empty"),
+    ('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": []}\n', ":2'.*not empty"),
     ('{"messages": [}\n', ":1'.*JSON object"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}\n', ":1'.*messages of text"),
     ('{"messages": "hello"}\n', ":1'.*not empty"),
     ('{"messages": ["hello"]}\n', ":1'.*a `role` each"),
+    ('{"messages": [{"role": "user"}]}\n', ":1'.*with `content`, or with `tool_calls`"),
+    ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}\n', ":1'.*function: {name, arguments}"),
+    ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"x": 1}]}\n', ":1'.*`tools` of the form"),
+    ('{"prompt": "a"}\n', ":1'.*`prompt` and `completion`"),
     ("", "at least one row"),
 ])  # fmt: skip
 def test_bad_data_is_refused_by_line(text, expected, tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=f"trainer.sft.data.*{expected}") as caught:
-        read_messages(path)
-    config = RunConfig(mode="sft")
-    config.trainer.sft.data = str(path)
-    assert [p for p in find_conflicts(config) if p.key == "trainer.sft.data"] == caught.value.problems, "at launch too"
+        list(open_rows(path, DATA))
+    assert [p for p in problems_of(path) if p.key == DATA] == caught.value.problems, "at launch too"
 
 
 def test_a_launch_reads_the_first_rows_alone(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "\u2028"}]}\n' * 100 + "{}\n")
-    config = RunConfig(mode="sft")
-    config.trainer.sft.data = str(path)
-    assert not [p for p in find_conflicts(config) if p.key == "trainer.sft.data"]
+    path.write_text('{"messages": [{"role": "user", "content": "\u2028"}]}\n' * 100 + "{}")
+    assert not problems_of(path)
+    rows = open_rows(path, DATA)
+    assert (len(rows), rows[99].place) == (101, f"{path}:100")
     with pytest.raises(ConfigurationError, match=":101'"):
-        read_messages(path)
+        rows[100]
+
+
+def problems_of(*paths: Path, shares: tuple[float | None, ...] = (None, None)):
+    config = RunConfig(mode="sft")
+    config.trainer.sft.data = [SFTFile(path=str(path), share=share) for path, share in zip(paths, shares, strict=False)]
+    return [problem for problem in find_conflicts(config) if problem.key.startswith(DATA)]
+
+
+def test_files_have_shares_all_or_none(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n')
+    assert not problems_of(path, path) and not problems_of(path, path, shares=(1, 2))
+    assert [p.key for p in problems_of(path, path, shares=(1, None))] == ["trainer.sft.data.1.share"]
+    assert [p.value for p in problems_of(path, tmp_path / "absent")] == [str(tmp_path / "absent")]
+
+
+def test_prompt_and_completion_are_messages_and_the_prompt_is_context(tokenizer):
+    row = parse_row({"prompt": "ab", "completion": "ba", "messages": None}, "rows:1", DATA)
+    assert row == Conversation(TWO_TURNS[:2], context=1, place="rows:1")
+    row = parse_row({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, "rows:1", DATA)
+    rendered = make_render(tokenizer, "default")(row)
+    assert rendered.token_ids.tolist() == render_template(tokenizer, ROW).token_ids.tolist()
+    assert rendered.mask.astype(int).tolist() == [0] * 10 + [1, 1], "the reply of the prompt is not trained"
+
+
+def test_tools_and_calls_reach_the_template_as_mappings(tokenizer, monkeypatch):
+    called = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "ab"}'}}]}  # fmt: skip
+    template = ("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+                "{% for m in messages %}<user>{{ m.content }}"
+                "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}")  # fmt: skip
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    for tools in (TOOLS, json.dumps(TOOLS), [TOOLS[0]["function"]]):
+        row = parse_row({"messages": [TWO_TURNS[0], called], "tools": tools}, "rows:1", DATA)
+        assert row.tools == TOOLS
+        text = tokenizer.convert_ids_to_tokens(render_template(tokenizer, row).token_ids.tolist())
+        assert text == ["f", USER, "a", "b", USER, "a", "b"]
+    called["tool_calls"][0]["function"]["arguments"] = '{"x": '
+    row = parse_row({"messages": [called]}, "rows:1", DATA)
+    assert row.messages[0]["tool_calls"][0]["function"]["arguments"] == '{"x": ', "as the model wrote it"
+
+
+def test_a_message_that_the_template_does_not_take_is_named(tokenizer):
+    row = parse_row({"messages": [{"role": "tool", "content": "a"}]}, "rows.jsonl:7", DATA)
+    with pytest.raises(ConfigurationError, match="trainer.sft.data = 'rows.jsonl:7'.*knows only user and assistant"):
+        render_template(tokenizer, row)
+
+
+def test_parquet_has_the_same_rows(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    rows = [{"messages": TWO_TURNS, "tools": None, "reward": 1.0},
+            {"messages": [TWO_TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}],
+             "tools": json.dumps(TOOLS), "reward": 0.5}]  # fmt: skip
+    write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=1)
+    read = open_rows(tmp_path / "rows.parquet", DATA)
+    expected = [parse_row(row, f"{tmp_path}/rows.parquet:{i}", DATA) for i, row in enumerate(rows, 1)]
+    assert [read[i] for i in range(len(read))] == expected
+    assert expected[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert not problems_of(tmp_path / "rows.parquet")
+    (tmp_path / "broken.parquet").write_text("rows")
+    assert "a parquet file" in problems_of(tmp_path / "broken.parquet")[0].expected
+
+
+def test_parquet_without_pyarrow_is_refused(tmp_path: Path, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    [problem] = problems_of(tmp_path / "rows.parquet")
+    assert problem.expected == "a JSONL file, or pyarrow to read parquet with: pip install 'prime-hpc[parquet]'"
 
 
 def test_keys_that_sft_would_ignore_are_refused(tmp_path: Path):
@@ -139,11 +232,11 @@ def test_experiments_set_nothing_that_sft_ignores(experiment: str):
 
 def test_missing_data_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="absent.jsonl"):
-        read_messages(tmp_path / "absent.jsonl")
+        open_rows(tmp_path / "absent.jsonl", DATA)
 
 
 def test_masks_have_the_type_that_messages_want(tokenizer):
-    row = render_template(tokenizer, TWO_TURNS)
+    row = render_template(tokenizer, ROW)
     assert (row.token_ids.dtype, row.mask.dtype) == (np.int32, np.bool_)
 
 
