@@ -47,6 +47,9 @@ def _batches(config: RunConfig) -> Iterator[ConfigProblem]:
     if sft.batch_size % rows:
         yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
                             f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
+    if sft.last_reply_only and "assistant" not in sft.roles:
+        yield ConfigProblem("trainer.sft.last_reply_only", True,
+                            "false, or assistant among trainer.sft.roles, whose last message is meant")  # fmt: skip
     if sft.probe.stop_at is not None and not sft.probe.every:
         yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
 

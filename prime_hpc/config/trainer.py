@@ -61,6 +61,12 @@ class SFTConfig:
     """Rows a step, over all ranks."""
     shuffle: bool = True
     """New order every epoch, from `seed`."""
+    roles: Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)] = field(
+        default_factory=lambda: ["assistant"]
+    )
+    """Whose messages are trained: the assistant's with what ends them, of the others the text alone."""
+    last_reply_only: bool = False
+    """Of the assistant's messages train the last of a row alone."""
     probe: SFTProbe = field(default_factory=SFTProbe)
     """Exact match on held-out rows."""
 

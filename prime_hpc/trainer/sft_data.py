@@ -1,8 +1,9 @@
-"""Rows of messages as samples: assistant replies and their end token are trained, everything else is context."""
+"""Rows of messages as samples: which tokens of a conversation are trained, and which are context."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -10,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_hpc.cluster.files import read_json
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import Conversation
+from prime_hpc.config.sft_rows import DATA, Conversation
+from prime_hpc.config.trainer import SFTConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import NOT_SAMPLED, Sample
@@ -24,6 +26,8 @@ class Row:
     mask: np.ndarray
 
 
+MARK = "\ue000"
+"""A text that no row has (Unicode, private use)."""
 Render = Callable[[Conversation], Row]
 
 
@@ -38,10 +42,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
+def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str, config: SFTConfig) -> Render:
     """How rows become tokens: a renderer of the `renderers` package, or the tokenizer's chat template (`default`)."""
     if renderer == "default":
-        return lambda row: render_template(tokenizer, row)
+        return lambda row: render_template(tokenizer, row, config)
     # here and not above: the package takes a second to load, and only rows of this kind need it
     from renderers import build_training_sample, create_renderer
     from renderers.configs import config_from_name
@@ -50,40 +54,44 @@ def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str) -> Render:
 
     def render(row: Conversation) -> Row:
         sample = build_training_sample(typed, row.messages, role_to_mask=lambda m: m["role"] == "assistant",
-                                       tools=row.tools, message_loss_mask=trained_messages(row),
+                                       tools=row.tools, content_sft_roles={*config.roles} - {"assistant"},
+                                       message_loss_mask=trained_messages(row, config),
                                        ensure_final_stop=True)  # fmt: skip
         return Row(np.array(sample.token_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
 
     return render
 
 
-def trained_messages(row: Conversation) -> list[bool]:
-    """Which messages are trained: those of the assistant, behind a prompt."""
-    return [m["role"] == "assistant" and i >= row.context for i, m in enumerate(row.messages)]
+def trained_messages(row: Conversation, config: SFTConfig) -> list[bool]:
+    """Which messages are trained, by their roles; none of a prompt."""
+    roles = [message["role"] for message in row.messages]
+    trained = [role in config.roles and i >= row.context for i, role in enumerate(roles)]
+    if config.last_reply_only:
+        last = max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
+        trained = [flag and (role != "assistant" or i == last)
+                   for i, (flag, role) in enumerate(zip(trained, roles, strict=True))]  # fmt: skip
+    return trained
 
 
-def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Row:
-    """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token.
+def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation, config: SFTConfig) -> Row:
+    """Render with the chat template. A reply is what the template adds to its prompt, up to its last end token; of
+    other messages the text alone is trained, not what the template puts around it.
 
     Raises:
-        ConfigurationError: the template does not take the messages, or it rewrites earlier turns, so that no row of the
-            conversation shows them all.
+        ConfigurationError: the template does not take the messages, or it rewrites earlier turns or a text, so that no
+            row of the conversation shows them all.
     """
     try:
-        return _render_template(tokenizer, row)
+        token_ids = _apply(tokenizer, row, len(row.messages))
+        mask = np.zeros(len(token_ids), dtype=bool)
+        for i, trained in enumerate(trained_messages(row, config)):
+            if trained and row.messages[i]["role"] == "assistant":
+                mask[_reply(tokenizer, row, i, token_ids)] = True
+            elif trained:
+                mask[_body(tokenizer, row, i, token_ids)] = True
     except TemplateError as error:
         expected = f"messages that the model's chat template takes, and it says: {error}"
-        raise ConfigurationError([ConfigProblem("trainer.sft.data", row.place, expected)]) from error
-
-
-def _render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Row:
-    token_ids = _apply(tokenizer, row, len(row.messages))
-    mask = np.zeros(len(token_ids), dtype=bool)
-    for i, trained in enumerate(trained_messages(row)):
-        if trained:
-            start = len(_prefix(tokenizer, row, i, token_ids, add_generation_prompt=True))
-            end = len(_prefix(tokenizer, row, i + 1, token_ids))
-            mask[start : _end_of_reply(tokenizer, token_ids, start, end)] = True
+        raise ConfigurationError([ConfigProblem(DATA, row.place, expected)]) from error
     return Row(np.array(token_ids, dtype=np.int32), mask)
 
 
@@ -110,18 +118,42 @@ def _apply(tokenizer: PreTrainedTokenizerBase, row: Conversation, count: int, **
                                          **kwargs)  # fmt: skip
 
 
+def _reply(tokenizer: PreTrainedTokenizerBase, row: Conversation, i: int, token_ids: list[int]) -> slice:
+    """The tokens of reply `i`, up to its end token: what a template adds after that is not sampled."""
+    start = len(_prefix(tokenizer, row, i, token_ids, add_generation_prompt=True))
+    end = len(_prefix(tokenizer, row, i + 1, token_ids))
+    ends = [k for k in range(start, end) if token_ids[k] == tokenizer.eos_token_id]
+    return slice(start, ends[-1] + 1 if ends else end)
+
+
 def _prefix(
     tokenizer: PreTrainedTokenizerBase, row: Conversation, count: int, whole: list[int], **kwargs: bool
 ) -> list[int]:
     """The rendering of the first messages, which must begin that of the whole row."""
     part = _apply(tokenizer, row, count, **kwargs)
     if whole[: len(part)] != part:
-        expected = "a renderer that keeps earlier turns: this chat template rewrites them (see the `renderers` package)"
-        raise ConfigurationError([ConfigProblem("model.renderer", "default", expected)])
+        raise _rewritten("keeps earlier turns", row)
     return part
 
 
-def _end_of_reply(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], start: int, end: int) -> int:
-    """One past the end token of the reply in [start, end): what a template adds after it is not sampled."""
-    ends = [i for i in range(start, end) if token_ids[i] == tokenizer.eos_token_id]
-    return ends[-1] + 1 if ends else end
+def _body(tokenizer: PreTrainedTokenizerBase, row: Conversation, i: int, token_ids: list[int]) -> np.ndarray:
+    """The tokens that lie within the text of message `i`, which begins where a mark in its place does."""
+    whole = tokenizer.apply_chat_template(row.messages, tools=row.tools, tokenize=False)
+    marked = [*row.messages[:i], {**row.messages[i], "content": MARK}]
+    before = tokenizer.apply_chat_template(marked, tools=row.tools, tokenize=False).partition(MARK)[0]
+    text = _text(row.messages[i]["content"])
+    body = next((form for form in (text, text.strip()) if whole.startswith(before + form)), None)
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    if body is None or encoded["input_ids"] != token_ids:
+        raise _rewritten("keeps every text as it is", row)
+    starts, ends = np.array(encoded["offset_mapping"]).T
+    return np.flatnonzero((starts >= len(before)) & (ends <= len(before) + len(body)) & (starts < ends))
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _rewritten(what: str, row: Conversation) -> ConfigurationError:
+    expected = f"a renderer that {what}: this chat template rewrites {row.place} (see the `renderers` package)"
+    return ConfigurationError([ConfigProblem("model.renderer", "default", expected)])

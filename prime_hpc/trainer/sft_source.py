@@ -30,7 +30,7 @@ class SFTSource:
         if len(files[-1]) <= held_out:
             expected = f"fewer than the {len(files[-1])} rows of {sft.data[-1].path}"
             raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
-        render = make_render(tokenizer, model.renderer)
+        render = make_render(tokenizer, model.renderer, sft)
         rows = [[render(file[i]) for i in range(len(file))] for file in files]
         probed = rows[-1][len(rows[-1]) - held_out :]
         rows[-1] = rows[-1][: len(rows[-1]) - held_out]
@@ -104,6 +104,6 @@ def _trainable(role: Role, rows: list[Row]) -> list[Row]:
         role.log.warning("of %d rows, %d are cut to seq_len=%d and %d, without a token to train, are left out",
                          len(rows), cut, limit, len(rows) - len(kept))  # fmt: skip
     if not kept:
-        expected = "rows with an assistant message within seq_len"
+        expected = f"rows with a message to train (trainer.sft.roles) within seq_len = {limit}"
         raise ConfigurationError([ConfigProblem(DATA, [file.path for file in role.config.trainer.sft.data], expected)])
     return kept

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import string
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,12 +14,12 @@ from transformers import AutoTokenizer
 from prime_hpc.config import compose
 from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.schema import parse
+from prime_hpc.config.schema import find_schema_problems, parse
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.sft_rows import DATA, Conversation, open_rows, parse_row
-from prime_hpc.config.trainer import SFTFile
+from prime_hpc.config.trainer import SFTConfig, SFTFile
 from prime_hpc.errors import ConfigurationError
-from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer
+from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer, write_char_tokenizer
 from prime_hpc.trainer.probe import split_last_reply
 from prime_hpc.trainer.sft_data import (
     load_tokenizer,
@@ -44,16 +45,53 @@ def tokenizer(tmp_path_factory):
 
 
 def test_replies_and_their_end_token_are_trained_and_nothing_else(tokenizer):
-    row = make_render(tokenizer, "default")(ROW)
+    row = make_render(tokenizer, "default", SFTConfig())(ROW)
     text = tokenizer.convert_ids_to_tokens(row.token_ids.tolist())
     assert text == [USER, "a", "b", ASSISTANT, "b", "a", EOS, USER, "c", ASSISTANT, "c", EOS]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(("config", "trained"), [
+    ({"roles": ["user"]}, [0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0]),
+    ({"roles": ["assistant", "user"]}, [0, 1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1]),
+    ({"last_reply_only": True}, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]),
+    ({"roles": ["assistant", "user"], "last_reply_only": True}, [0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1]),
+])  # fmt: skip
+def test_messages_are_trained_by_role(tokenizer, config, trained):
+    row = make_render(tokenizer, "default", SFTConfig(**config))(ROW)
+    assert row.mask.astype(int).tolist() == trained
+
+
+def test_a_text_is_found_behind_what_looks_like_it_and_by_its_trimmed_form(tokenizer, monkeypatch):
+    template = "{% for m in messages %}{{ m.role }}<user>{{ m.content | trim }}<eos>tool{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    row = Conversation([{"role": "tool", "content": "tool "}, {"role": "system", "content": "x"}])
+    rendered = render_template(tokenizer, row, SFTConfig(roles=["tool"]))
+    assert np.flatnonzero(rendered.mask).tolist() == [5, 6, 7, 8]
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<user>{{ m.content | upper }}{% endfor %}")
+    with pytest.raises(ConfigurationError, match="model.renderer.*keeps every text as it is"):
+        render_template(tokenizer, row, SFTConfig(roles=["tool"]))
+
+
+@pytest.mark.parametrize(("config", "trained"), [
+    ({}, ["ba<|im_end|>", "<think>\n\n</think>\n\nc<|im_end|>"]),
+    ({"last_reply_only": True}, ["<think>\n\n</think>\n\nc<|im_end|>"]),
+    ({"roles": ["user"]}, ["ab", "c"]),
+])  # fmt: skip
+def test_a_renderer_of_the_package_masks_alike(tmp_path: Path, config, trained):
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
+               "<tool_response>", "</tool_response>"]  # fmt: skip
+    tokenizer = write_char_tokenizer(tmp_path, special, string.printable, pad="<|endoftext|>", eos="<|im_end|>",
+                                     template="", max_length=256)  # fmt: skip
+    row = make_render(tokenizer, "qwen3", SFTConfig(**config))(Conversation(TWO_TURNS))
+    edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False)).reshape(-1, 2)
+    assert [tokenizer.decode(row.token_ids[start:end]) for start, end in edges] == trained
+
+
 def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer, monkeypatch):
     template = tokenizer.chat_template.replace("{% endgeneration %}", "{% endgeneration %}z")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    row = render_template(tokenizer, Conversation(TWO_TURNS[:2]))
+    row = render_template(tokenizer, Conversation(TWO_TURNS[:2]), SFTConfig())
     assert tokenizer.convert_ids_to_tokens(row.token_ids.tolist())[-2:] == [EOS, "z"]
     assert row.mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
 
@@ -62,11 +100,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatc
     template = "{% for m in messages %}{{ m.content if loop.last else 'x' }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(ConfigurationError, match="model.renderer.*keeps earlier turns"):
-        render_template(tokenizer, ROW)
+        render_template(tokenizer, ROW, SFTConfig())
 
 
 def test_a_sample_joins_the_cross_entropy_alone_and_is_cut(tokenizer):
-    sample = to_sample(render_template(tokenizer, ROW), "0.7", max_tokens=6)
+    sample = to_sample(render_template(tokenizer, ROW, SFTConfig()), "0.7", max_tokens=6)
     assert sample.sample_id == "0.7"
     assert len(sample.token_ids) == 6
     assert sample.ce_weights.numpy().tolist() == [0, 0, 0, 0, 1, 1]
@@ -76,7 +114,7 @@ def test_a_sample_joins_the_cross_entropy_alone_and_is_cut(tokenizer):
 
 
 def test_the_last_reply_is_parted_from_its_prompt(tokenizer):
-    prompt, reply = split_last_reply(render_template(tokenizer, ROW))
+    prompt, reply = split_last_reply(render_template(tokenizer, ROW, SFTConfig()))
     assert tokenizer.convert_ids_to_tokens(prompt.tolist())[-1] == ASSISTANT
     assert tokenizer.convert_ids_to_tokens(reply.tolist()) == ["c", EOS]
 
@@ -142,6 +180,15 @@ def problems_of(*paths: Path, shares: tuple[float | None, ...] = (None, None)):
     return [problem for problem in find_conflicts(config) if problem.key.startswith(DATA)]
 
 
+def test_the_last_reply_needs_the_assistant_among_the_roles():
+    config = parse({"mode": "sft", "trainer": {"sft": {"roles": ["user"], "last_reply_only": True}}})
+    assert [p.key for p in find_conflicts(config) if "last_reply" in p.key] == ["trainer.sft.last_reply_only"]
+    assert [p.key for p in find_schema_problems({"trainer": {"sft": {"roles": ["asistant"]}}})] == [
+        "trainer.sft.roles.0"
+    ]
+    assert [p.key for p in find_schema_problems({"trainer": {"sft": {"roles": []}}})] == ["trainer.sft.roles"]
+
+
 def test_files_have_shares_all_or_none(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n')
@@ -154,8 +201,8 @@ def test_prompt_and_completion_are_messages_and_the_prompt_is_context(tokenizer)
     row = parse_row({"prompt": "ab", "completion": "ba", "messages": None}, "rows:1", DATA)
     assert row == Conversation(TWO_TURNS[:2], context=1, place="rows:1")
     row = parse_row({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, "rows:1", DATA)
-    rendered = make_render(tokenizer, "default")(row)
-    assert rendered.token_ids.tolist() == render_template(tokenizer, ROW).token_ids.tolist()
+    rendered = make_render(tokenizer, "default", SFTConfig())(row)
+    assert rendered.token_ids.tolist() == render_template(tokenizer, ROW, SFTConfig()).token_ids.tolist()
     assert rendered.mask.astype(int).tolist() == [0] * 10 + [1, 1], "the reply of the prompt is not trained"
 
 
@@ -169,7 +216,7 @@ def test_tools_and_calls_reach_the_template_as_mappings(tokenizer, monkeypatch):
     for tools in (TOOLS, json.dumps(TOOLS), [TOOLS[0]["function"]]):
         row = parse_row({"messages": [TWO_TURNS[0], called], "tools": tools}, "rows:1", DATA)
         assert row.tools == TOOLS
-        text = tokenizer.convert_ids_to_tokens(render_template(tokenizer, row).token_ids.tolist())
+        text = tokenizer.convert_ids_to_tokens(render_template(tokenizer, row, SFTConfig()).token_ids.tolist())
         assert text == ["f", USER, "a", "b", USER, "a", "b"]
     called["tool_calls"][0]["function"]["arguments"] = '{"x": '
     row = parse_row({"messages": [called]}, "rows:1", DATA)
@@ -179,7 +226,7 @@ def test_tools_and_calls_reach_the_template_as_mappings(tokenizer, monkeypatch):
 def test_a_message_that_the_template_does_not_take_is_named(tokenizer):
     row = parse_row({"messages": [{"role": "tool", "content": "a"}]}, "rows.jsonl:7", DATA)
     with pytest.raises(ConfigurationError, match="trainer.sft.data = 'rows.jsonl:7'.*knows only user and assistant"):
-        render_template(tokenizer, row)
+        render_template(tokenizer, row, SFTConfig())
 
 
 def test_parquet_has_the_same_rows(tmp_path: Path):
@@ -236,7 +283,7 @@ def test_missing_data_is_refused(tmp_path):
 
 
 def test_masks_have_the_type_that_messages_want(tokenizer):
-    row = render_template(tokenizer, ROW)
+    row = render_template(tokenizer, ROW, SFTConfig())
     assert (row.token_ids.dtype, row.mask.dtype) == (np.int32, np.bool_)
 
 
