@@ -36,7 +36,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
     sampled = (_functions, _sources, _adapters, _sampling, *engines, _teachers, find_frozen_problems)
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
-        "sft": (find_sft_problems,),
+        "sft": (find_sft_problems, _rows),
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
         "serve": engines,

@@ -41,14 +41,16 @@ class RowFile(Protocol):
     def __getitem__(self, index: int) -> Conversation: ...
 
 
-def open_rows(path: Path, key: str) -> RowFile:
+def open_rows(path: Path, key: str, ends: np.ndarray | None = None) -> RowFile:
     """The rows of a file, parquet by its suffix and JSONL otherwise; `key` is blamed for what is wrong with it.
+
+    `ends` are the ends of its lines where somebody has looked for them already.
 
     Raises:
         ConfigurationError: the file is missing, empty or unreadable; or pyarrow is missing, which parquet needs.
     """
     _check_present(path, key)
-    rows: RowFile = ParquetRows(path, key) if path.suffix == PARQUET else JsonlRows(path, key)
+    rows: RowFile = ParquetRows(path, key) if path.suffix == PARQUET else JsonlRows(path, key, ends)
     if not len(rows):
         raise _problem(key, str(path), "at least one row")
     return rows
@@ -71,10 +73,11 @@ def read_first(path: Path, key: str, most: int) -> list[Conversation]:
 class JsonlRows:
     """A JSON object a line, found by the offset of the line."""
 
-    def __init__(self, path: Path, key: str):
+    def __init__(self, path: Path, key: str, ends: np.ndarray | None = None):
         self._path, self._key = path, key
         self._file = path.open("rb")
-        self._bounds = _line_bounds(path)
+        ends, size = line_ends(path) if ends is None else ends, path.stat().st_size
+        self._bounds = np.concatenate([[0], ends, [size] if size and size not in ends[-1:] else []]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -185,15 +188,17 @@ def _without_nulls(value: Any, name: str = "") -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _line_bounds(path: Path) -> np.ndarray:
-    """i8[lines + 1]: where every line begins, and the end of the last."""
-    bounds, size = [np.zeros(1, dtype=np.int64)], 0
+def line_ends(path: Path, part: int = 0, parts: int = 1) -> np.ndarray:
+    """i8: one past every newline in one of so many parts of a file."""
+    size = path.stat().st_size
+    place, stop = size * part // parts, size * (part + 1) // parts
+    found = []
     with path.open("rb") as file:
-        while block := file.read(SCAN_BYTES):
-            bounds.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1)
-            size += len(block)
-    found = np.concatenate(bounds)
-    return found if found[-1] == size else np.append(found, size)
+        file.seek(place)
+        while block := file.read(min(SCAN_BYTES, stop - place)):
+            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + place + 1)
+            place += len(block)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
 
 def _first_lines(path: Path, key: str, most: int) -> Iterator[Any]:

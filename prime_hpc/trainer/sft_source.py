@@ -1,73 +1,103 @@
 """Batches of SFT rows behind the interface of the orchestrator's, and what the orchestrator would do with reports."""
 
 import time
-from pathlib import Path
+from collections import Counter
 
-from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.sft_rows import DATA, open_rows
+from prime_hpc.config.sft_rows import DATA, RowFile
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.observe.monitor import Monitor
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.model import PolicyModel
 from prime_hpc.trainer.probe import Probe
-from prime_hpc.trainer.sft_data import Row, load_tokenizer, make_render, to_sample
-from prime_hpc.trainer.sft_order import RowOrder
-from prime_hpc.transport.messages import RankBatch, StepReport
+from prime_hpc.trainer.sft_batches import Packing, RowPacker, open_together
+from prime_hpc.trainer.sft_data import Render, load_tokenizer, make_render
+from prime_hpc.trainer.sft_order import Draw, RowOrder
+from prime_hpc.transport.messages import MicroBatch, RankBatch, StepReport
 
 
 class SFTSource:
-    """Every rank makes the same batch and takes its part; rank 0 logs the reports."""
+    """Every rank takes its part of a batch, which follows from the step alone; rank 0 logs the reports."""
 
     def __init__(self, role: Role, world: World, policy: PolicyModel):
         self._role, self._world, self._policy = role, world, policy
         self._config, self._start = role.config, time.monotonic()
-        model, sft = role.config.model, role.config.trainer.sft
-        self._tokenizer = tokenizer = load_tokenizer(model)
-        files = [open_rows(Path(file.path), DATA) for file in sft.data]
-        held_out = sft.probe.prompts if sft.probe.every else 0
-        if len(files[-1]) <= held_out:
-            expected = f"fewer than the {len(files[-1])} rows of {sft.data[-1].path}"
-            raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
-        render = make_render(tokenizer, model.renderer, sft)
-        rows = [[render(file[i]) for i in range(len(file))] for file in files]
-        probed = rows[-1][len(rows[-1]) - held_out :]
-        rows[-1] = rows[-1][: len(rows[-1]) - held_out]
-        self._rows = [_trainable(role, of_file) for of_file in rows]
+        sft = role.config.trainer.sft
+        self._tokenizer = load_tokenizer(role.config.model)
+        render = make_render(self._tokenizer, role.config.model.renderer, sft)
+        files = open_together([file.path for file in sft.data], DATA, world)
+        held_out = _count_held_out(role, files)
+        counts = [len(file) for file in files]
+        counts[-1] -= held_out
         shares = [file.share for file in sft.data]
-        self._order = RowOrder([len(of_file) for of_file in self._rows], shares if all(shares) else None,
-                               role.config.seed, sft.shuffle)  # fmt: skip
-        self._probe = Probe(_trainable(role, probed), sft.probe, world, tokenizer.eos_token_id,
-                            role.config.seed) if held_out else None  # fmt: skip
+        self._order = RowOrder(counts, shares if all(shares) else None, role.config.seed, sft.shuffle)
+        self._packer = RowPacker(files, render, world, role.config)
+        self._plans: dict[int, Packing] = {}
+        """Of the step that comes, and of the one behind it."""
+        self._probe = self._make_probe(files[-1], render) if held_out else None
         self._monitor = Monitor(role) if world.first else None
         self._losses: list[float] = []
+        self._lost: Counter[str] = Counter()
         self._exact_match: float | None = None
         self._closed: int | None = None
         """Last step whose report was logged and whose probe, where due, was made."""
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
-        """Batch `step`, or an empty last one once the probe has reached its mark."""
-        config, probe = self._config.trainer, self._config.trainer.sft.probe
+        """Batch `step`, or an empty last one once the probe has reached its mark.
+
+        Raises:
+            ConfigurationError: the first batch has nothing to train, or a row of the next cannot be rendered.
+        """
+        probe = self._config.trainer.sft.probe
         self._close_step(step - 1, report, due=bool(probe.every) and (step - 1) % probe.every == 0)
         reached = None not in (probe.stop_at, self._exact_match) and self._exact_match >= probe.stop_at
         if reached or any(gather(self._world.first and self._role.draining)):
             return self._batch(step, [], [])
-        samples = [to_sample(self._rows[draw.file][draw.row], str(draw), self._config.seq_len)
-                   for draw in self._order.batch(step, config.sft.batch_size)]  # fmt: skip
-        packed = pack(samples, self._world.dp_size, config.micro_batch_tokens or self._config.seq_len)
-        return self._batch(step, packed[self._world.dp_rank], [sample.sample_id for sample in samples])
+        plan = self._plan(step)
+        batch = self._batch(step, self._packer.fill(plan), [str(draw) for draw in plan.draws])
+        if step < self._config.max_steps:
+            self._packer.render_ahead(self._plan(step + 1), self._draws(step + 2))
+        return batch
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         """Log the last step, write the summary and declare the run complete."""
         self._close_step(step, report, due=bool(self._probe))
+        self._packer.close()
         if self._monitor:
+            if any(self._lost.values()):
+                told = "of the rows that came, %d were cut to seq_len=%d and %d left out, with no token to train"
+                self._role.log.warning(told, self._lost["cut"], self._config.seq_len, self._lost["left out"])
             self._monitor.close()
             losses = self._losses or [None]
             write_json(self._role.paths.summary, {
                 "steps": step, "loss_first": losses[0], "loss_last": losses[-1],
                 "probe_exact_match": self._exact_match, "wall_s": time.monotonic() - self._start})  # fmt: skip
             self._role.mark_complete()
+
+    def _plan(self, step: int) -> Packing:
+        """The rows of a step, among the ranks."""
+        if step not in self._plans:
+            self._plans = {n: plan for n, plan in self._plans.items() if n >= step - 2}
+            self._plans[step] = self._packer.plan(self._draws(step))
+        if step == 1 and self._plans[step].empty:
+            expected = (f"rows with a message to train (trainer.sft.roles) within seq_len = {self._config.seq_len}: "
+                        "the first batch has none")  # fmt: skip
+            paths = [file.path for file in self._config.trainer.sft.data]
+            raise ConfigurationError([ConfigProblem(DATA, paths, expected)])
+        return self._plans[step]
+
+    def _draws(self, step: int) -> list[Draw]:
+        return self._order.batch(step, self._config.trainer.sft.batch_size)
+
+    def _make_probe(self, file: RowFile, render: Render) -> Probe:
+        config = self._config.trainer.sft.probe
+        rows = [render(file[i]) for i in range(len(file) - config.prompts, len(file))]
+        answered = [row for row in rows if row.mask[1 : self._config.seq_len].any()]
+        if not answered:
+            expected = f"rows with a message to train at the end of {self._config.trainer.sft.data[-1].path}"
+            raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", config.prompts, expected)])
+        return Probe(answered, config, self._world, self._tokenizer.eos_token_id, self._config.seed)
 
     def _close_step(self, step: int, report: StepReport | None, *, due: bool) -> None:
         """Probe where it is due and log the step; at the start, where nothing was trained, and again, do nothing."""
@@ -78,9 +108,12 @@ class SFTSource:
         if due:
             self._exact_match = self._probe.exact_match(self._policy, step)
         if self._monitor:
-            metrics = {**report.metrics, "probe/exact_match": self._exact_match} if due else report.metrics
+            metrics = {**report.metrics, **self._row_metrics(step)}
+            if due:
+                metrics["probe/exact_match"] = self._exact_match
             self._monitor.log(step, metrics)
             self._losses.append(report.metrics["loss"])
+            self._lost.update({"cut": self._plans[step].cut, "left out": self._plans[step].left_out})
             progress = {"step": step, "of": self._config.max_steps, "loss": report.metrics["loss"]}
             if self._exact_match is not None:
                 progress["exact_match"] = self._exact_match
@@ -90,20 +123,21 @@ class SFTSource:
                 self._role.log.info("step %d | exact match on held-out rows %.3f | for example %r, wanted %r", step,
                                     self._exact_match, reply, reference)  # fmt: skip
 
-    def _batch(self, step: int, micro_batches: list, sample_ids: list[str]) -> RankBatch:
+    def _row_metrics(self, step: int) -> dict[str, float]:
+        """Epochs that were trained, and what became of the rows of a step."""
+        plan, size = self._plans[step], self._config.trainer.sft.batch_size
+        return {"sft/epoch": step * size / self._order.epoch_rows, "sft/cut": plan.cut, "sft/left_out": plan.left_out}
+
+    def _batch(self, step: int, micro_batches: list[MicroBatch], sample_ids: list[str]) -> RankBatch:
         return RankBatch(step=step, rank=self._world.dp_rank, micro_batches=micro_batches, sample_ids=sample_ids,
                          journal_offset=0, last=not micro_batches)  # fmt: skip
 
 
-def _trainable(role: Role, rows: list[Row]) -> list[Row]:
-    """Rows with a token to train within `seq_len`; says how many are cut or left out."""
-    limit = role.config.seq_len
-    kept = [row for row in rows if row.mask[1:limit].any()]
-    cut = sum(len(row.token_ids) > limit for row in kept)
-    if cut or len(kept) < len(rows):
-        role.log.warning("of %d rows, %d are cut to seq_len=%d and %d, without a token to train, are left out",
-                         len(rows), cut, limit, len(rows) - len(kept))  # fmt: skip
-    if not kept:
-        expected = f"rows with a message to train (trainer.sft.roles) within seq_len = {limit}"
-        raise ConfigurationError([ConfigProblem(DATA, [file.path for file in role.config.trainer.sft.data], expected)])
-    return kept
+def _count_held_out(role: Role, files: list[RowFile]) -> int:
+    """Rows at the end of the last file that are not trained."""
+    probe = role.config.trainer.sft.probe
+    held_out = probe.prompts if probe.every else 0
+    if len(files[-1]) <= held_out:
+        expected = f"fewer than the {len(files[-1])} rows of {role.config.trainer.sft.data[-1].path}"
+        raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
+    return held_out
