@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.run import RunConfig
-from prime_hpc.config.sft_rows import DATA, read_first
+from prime_hpc.config.sft_rows import DATA, VALIDATION_DATA, read_first
 from prime_hpc.config.sizes import rows_at_once
-from prime_hpc.config.trainer import SFTFile
+from prime_hpc.config.trainer import SFTConfig, SFTValidation
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 
 ROWS_READ = 100
@@ -23,23 +23,39 @@ UNUSED = "to be left out: mode=sft trains on rows of messages by cross-entropy a
 def find_sft_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     """Everything that mode=sft cannot take."""
     yield from _ignored(config)
-    yield from _files(config.trainer.sft.data)
+    yield from _files(config.trainer.sft)
+    yield from _validation(config.trainer.sft.validation)
     yield from _batches(config)
 
 
-def _files(files: list[SFTFile]) -> Iterator[ConfigProblem]:
+def _files(sft: SFTConfig) -> Iterator[ConfigProblem]:
     """Missing files, mistakes in the rows that a launch has time to read, and shares of some files alone."""
-    if not files:
+    if not sft.data:
         yield ConfigProblem(DATA, [], "the path of a file of rows, JSONL or parquet, or a list of such files")
-    for file in files:
-        try:
-            read_first(Path(file.path), DATA, ROWS_READ)
-        except ConfigurationError as error:
-            yield from error.problems
-    shares = [file.share for file in files]
+    for key, files in ((DATA, sft.data), (VALIDATION_DATA, sft.validation.data)):
+        for file in files:
+            try:
+                read_first(Path(file.path), key, ROWS_READ)
+            except ConfigurationError as error:
+                yield from error.problems
+    shares = [file.share for file in sft.data]
     if None in shares and any(shares):
         i = shares.index(None)
         yield ConfigProblem(f"{DATA}.{i}.share", None, "a share, as other files have one; or none has")
+
+
+def _validation(validation: SFTValidation) -> Iterator[ConfigProblem]:
+    section = "trainer.sft.validation"
+    if validation.every and not validation.data and not validation.rows:
+        yield ConfigProblem(f"{section}.data", [], "a file of rows, or rows of trainer.sft.data by "
+                            f"{section}.rows, since {section}.every={validation.every}")  # fmt: skip
+    if validation.data and validation.rows:
+        yield ConfigProblem(f"{section}.rows", validation.rows, f"0, since {section}.data has all rows")
+    if not validation.every and (validation.data or validation.rows):
+        yield ConfigProblem(f"{section}.every", 0, "steps between validations, as there are rows for them")
+    for i, file in enumerate(validation.data):
+        if file.share is not None:
+            yield ConfigProblem(f"{VALIDATION_DATA}.{i}.share", file.share, "none: a validation takes every row once")
 
 
 def _batches(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -14,7 +14,7 @@ import numpy as np
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 
 Messages = list[dict[str, Any]]
-DATA = "trainer.sft.data"
+DATA, VALIDATION_DATA = "trainer.sft.data", "trainer.sft.validation.data"
 PARQUET = ".parquet"
 COLUMNS = ("messages", "prompt", "completion", "tools")
 FORMS = "a row with a `messages` list, or with `prompt` and `completion`"

@@ -17,7 +17,7 @@ class SFTProbe:
     every: NonNegative = 0
     """Steps between probes; 0 turns the probe off."""
     prompts: Positive = 128
-    """Held-out rows that are sampled, from the end of the data."""
+    """Held-out rows that are sampled, from the end of the data (of its last file)."""
     max_tokens: Positive = 32
     """Tokens of one reply."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -50,6 +50,20 @@ SFTFiles = Annotated[list[SFTFile], BeforeValidator(_as_files)]
 
 
 @dataclass(kw_only=True)
+class SFTValidation:
+    """Loss and accuracy on rows that are not trained, those of `data` or of the end of `trainer.sft.data`."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    every: NonNegative = 0
+    """Steps between validations; the last step is validated in any case. 0 turns them off."""
+    data: SFTFiles = field(default_factory=list)
+    """Files of rows, which are all taken."""
+    rows: NonNegative = 0
+    """Without files: so many rows from the end of `trainer.sft.data`, of its last file."""
+
+
+@dataclass(kw_only=True)
 class SFTConfig:
     """Supervised fine-tuning over the same loop (`mode: sft`)."""
 
@@ -67,8 +81,15 @@ class SFTConfig:
     """Whose messages are trained: the assistant's with what ends them, of the others the text alone."""
     last_reply_only: bool = False
     """Of the assistant's messages train the last of a row alone."""
+    validation: SFTValidation = field(default_factory=SFTValidation)
+    """Loss and accuracy on other rows."""
     probe: SFTProbe = field(default_factory=SFTProbe)
     """Exact match on held-out rows."""
+
+    @property
+    def held_out(self) -> int:
+        """Rows at the end of the last file of `data` that are not trained."""
+        return max(self.validation.rows, self.probe.prompts if self.probe.every else 0)
 
 
 @dataclass(kw_only=True)

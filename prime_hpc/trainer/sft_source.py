@@ -5,7 +5,8 @@ from collections import Counter
 
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
-from prime_hpc.config.sft_rows import DATA, RowFile
+from prime_hpc.config.sft_rows import DATA, VALIDATION_DATA, RowFile
+from prime_hpc.config.trainer import SFTConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.observe.monitor import Monitor
 from prime_hpc.trainer.distributed import World, gather
@@ -14,7 +15,10 @@ from prime_hpc.trainer.probe import Probe
 from prime_hpc.trainer.sft_batches import Packing, RowPacker, open_together
 from prime_hpc.trainer.sft_data import Render, load_tokenizer, make_render
 from prime_hpc.trainer.sft_order import Draw, RowOrder
+from prime_hpc.trainer.validation import Validation
 from prime_hpc.transport.messages import MicroBatch, RankBatch, StepReport
+
+HELD_OUT = "trainer.sft.validation.rows"
 
 
 class SFTSource:
@@ -27,21 +31,23 @@ class SFTSource:
         self._tokenizer = load_tokenizer(role.config.model)
         render = make_render(self._tokenizer, role.config.model.renderer, sft)
         files = open_together([file.path for file in sft.data], DATA, world)
-        held_out = _count_held_out(role, files)
+        _check_held_out(sft, len(files[-1]))
         counts = [len(file) for file in files]
-        counts[-1] -= held_out
+        counts[-1] -= sft.held_out
         shares = [file.share for file in sft.data]
         self._order = RowOrder(counts, shares if all(shares) else None, role.config.seed, sft.shuffle)
         self._packer = RowPacker(files, render, world, role.config)
         self._plans: dict[int, Packing] = {}
         """Of the step that comes, and of the one behind it."""
-        self._probe = self._make_probe(files[-1], render) if held_out else None
+        self._probe = self._make_probe(files[-1], render) if sft.probe.every else None
+        self._validation = self._make_validation(files[-1], render) if sft.validation.every else None
         self._monitor = Monitor(role) if world.first else None
         self._losses: list[float] = []
         self._lost: Counter[str] = Counter()
-        self._exact_match: float | None = None
+        self._found: dict[str, float] = {}
+        """The newest that probe and validation have found."""
         self._closed: int | None = None
-        """Last step whose report was logged and whose probe, where due, was made."""
+        """Last step whose report was logged and whose probe and validation, where due, were made."""
 
     def receive(self, step: int, report: StepReport | None, checkpointed: int) -> RankBatch:
         """Batch `step`, or an empty last one once the probe has reached its mark.
@@ -49,9 +55,9 @@ class SFTSource:
         Raises:
             ConfigurationError: the first batch has nothing to train, or a row of the next cannot be rendered.
         """
-        probe = self._config.trainer.sft.probe
-        self._close_step(step - 1, report, due=bool(probe.every) and (step - 1) % probe.every == 0)
-        reached = None not in (probe.stop_at, self._exact_match) and self._exact_match >= probe.stop_at
+        self._close_step(step - 1, report)
+        stop_at = self._config.trainer.sft.probe.stop_at
+        reached = stop_at is not None and self._found.get("probe/exact_match", -1.0) >= stop_at
         if reached or any(gather(self._world.first and self._role.draining)):
             return self._batch(step, [], [])
         plan = self._plan(step)
@@ -62,7 +68,7 @@ class SFTSource:
 
     def finish(self, step: int, report: StepReport | None, checkpointed: int) -> None:
         """Log the last step, write the summary and declare the run complete."""
-        self._close_step(step, report, due=bool(self._probe))
+        self._close_step(step, report, last=True)
         self._packer.close()
         if self._monitor:
             if any(self._lost.values()):
@@ -72,7 +78,9 @@ class SFTSource:
             losses = self._losses or [None]
             write_json(self._role.paths.summary, {
                 "steps": step, "loss_first": losses[0], "loss_last": losses[-1],
-                "probe_exact_match": self._exact_match, "wall_s": time.monotonic() - self._start})  # fmt: skip
+                "probe_exact_match": self._found.get("probe/exact_match"),
+                "validation_loss": self._found.get("val/loss"), "validation_accuracy": self._found.get("val/accuracy"),
+                "wall_s": time.monotonic() - self._start})  # fmt: skip
             self._role.mark_complete()
 
     def _plan(self, step: int) -> Packing:
@@ -99,29 +107,52 @@ class SFTSource:
             raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", config.prompts, expected)])
         return Probe(answered, config, self._world, self._tokenizer.eos_token_id, self._config.seed)
 
-    def _close_step(self, step: int, report: StepReport | None, *, due: bool) -> None:
-        """Probe where it is due and log the step; at the start, where nothing was trained, and again, do nothing."""
+    def _make_validation(self, file: RowFile, render: Render) -> Validation:
+        """Of the files that are named, or of the rows at the end of the training data."""
+        config = self._config.trainer.sft.validation
+        if config.data:
+            files = open_together([other.path for other in config.data], VALIDATION_DATA, self._world)
+            draws = [Draw(0, i, row) for i, other in enumerate(files) for row in range(len(other))]
+        else:
+            files, draws = [file], [Draw(0, 0, row) for row in range(len(file) - config.rows, len(file))]
+        made = Validation(RowPacker(files, render, self._world, self._config), draws, self._world)
+        if made.empty:
+            key, value = (VALIDATION_DATA, [f.path for f in config.data]) if config.data else (HELD_OUT, config.rows)
+            raise ConfigurationError([ConfigProblem(key, value, "rows with a message to train within seq_len")])
+        return made
+
+    def _close_step(self, step: int, report: StepReport | None, *, last: bool = False) -> None:
+        """Evaluate what is due and log the step; at the start, where nothing was trained, and again, do nothing."""
         if self._closed is None or step <= self._closed:
             self._closed = step
             return
         self._closed = step
-        if due:
-            self._exact_match = self._probe.exact_match(self._policy, step)
+        found = self._evaluate(step, last=last)
+        self._found |= found
         if self._monitor:
-            metrics = {**report.metrics, **self._row_metrics(step)}
-            if due:
-                metrics["probe/exact_match"] = self._exact_match
-            self._monitor.log(step, metrics)
+            self._monitor.log(step, {**report.metrics, **self._row_metrics(step), **found})
             self._losses.append(report.metrics["loss"])
             self._lost.update({"cut": self._plans[step].cut, "left out": self._plans[step].left_out})
             progress = {"step": step, "of": self._config.max_steps, "loss": report.metrics["loss"]}
-            if self._exact_match is not None:
-                progress["exact_match"] = self._exact_match
+            names = {"probe/exact_match": "exact_match", "val/loss": "val_loss"}
+            progress |= {names[key]: value for key, value in self._found.items() if key in names}
             self._role.rendezvous.publish("training", progress=progress)
-            if due:
-                reply, reference = map(self._tokenizer.decode, self._probe.example)
+
+    def _evaluate(self, step: int, *, last: bool) -> dict[str, float]:
+        """Metrics of the probe and of the validation where they are due, alike on all ranks."""
+        sft, found = self._config.trainer.sft, {}
+        if self._probe and (last or step % sft.probe.every == 0):
+            found["probe/exact_match"] = self._probe.exact_match(self._policy, step)
+            reply, reference = map(self._tokenizer.decode, self._probe.example)
+            if self._monitor:
                 self._role.log.info("step %d | exact match on held-out rows %.3f | for example %r, wanted %r", step,
-                                    self._exact_match, reply, reference)  # fmt: skip
+                                    found["probe/exact_match"], reply, reference)  # fmt: skip
+        if self._validation and (last or step % sft.validation.every == 0):
+            found |= self._validation.measure(self._policy)
+            if self._monitor:
+                self._role.log.info("step %d | validation loss %.4f | accuracy %.3f | %d tokens", step,
+                                    found["val/loss"], found["val/accuracy"], found["val/tokens"])  # fmt: skip
+        return found
 
     def _row_metrics(self, step: int) -> dict[str, float]:
         """Epochs that were trained, and what became of the rows of a step."""
@@ -133,11 +164,9 @@ class SFTSource:
                          journal_offset=0, last=not micro_batches)  # fmt: skip
 
 
-def _count_held_out(role: Role, files: list[RowFile]) -> int:
-    """Rows at the end of the last file that are not trained."""
-    probe = role.config.trainer.sft.probe
-    held_out = probe.prompts if probe.every else 0
-    if len(files[-1]) <= held_out:
-        expected = f"fewer than the {len(files[-1])} rows of {role.config.trainer.sft.data[-1].path}"
-        raise ConfigurationError([ConfigProblem("trainer.sft.probe.prompts", held_out, expected)])
-    return held_out
+def _check_held_out(sft: SFTConfig, rows: int) -> None:
+    """Refuse to hold out all `rows` of the last file."""
+    if rows <= sft.held_out:
+        key = HELD_OUT if sft.held_out == sft.validation.rows else "trainer.sft.probe.prompts"
+        expected = f"fewer than the {rows} rows of {sft.data[-1].path}"
+        raise ConfigurationError([ConfigProblem(key, sft.held_out, expected)])

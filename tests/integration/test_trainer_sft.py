@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_hpc.errors import ConfigurationError
 from tests.trainer_support import TrainerRun, make_run
@@ -24,11 +25,13 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def make_sft(root: Path, model: Path, *, ranks: int = 1, max_steps: int = 40, **probe: object) -> TrainerRun:
+def make_sft(root: Path, model: Path, *, ranks: int = 1, max_steps: int = 40, validation: dict | None = None,
+             **probe: object) -> TrainerRun:  # fmt: skip
     """A run whose held-out rows repeat the training rows, so that learning by heart shows in the probe."""
     root.mkdir(exist_ok=True)
     probe = {"every": 10, "prompts": 6, "max_tokens": 8, "temperature": 0, **probe}
-    sft = {"data": write_rows(root / "rows.jsonl", [say(word) for word in WORDS * 2]), "batch_size": 6, "probe": probe}
+    sft = {"data": write_rows(root / "rows.jsonl", [say(word) for word in WORDS * 2]), "batch_size": 6, "probe": probe,
+           "validation": validation or {}}  # fmt: skip
     return make_run(root, model, ranks=ranks, mode="sft", max_steps=max_steps, optimizer={"lr": 3e-3},
                     trainer={"sft": sft})  # fmt: skip
 
@@ -63,13 +66,60 @@ def test_training_stops_once_the_probe_reaches_its_mark(tmp_path, tiny_model):
 
 
 def test_two_ranks_make_the_same_steps_as_one(tmp_path, tiny_model):
-    losses = []
+    found = []
     for ranks in (1, 2):
-        run = make_sft(tmp_path / str(ranks), tiny_model, ranks=ranks, max_steps=4, every=2)
+        held_out = {"every": 3, "rows": 5}
+        run = make_sft(tmp_path / str(ranks), tiny_model, ranks=ranks, max_steps=4, every=2, validation=held_out)
         run = run.train() if ranks == 1 else run.train_in_forks()
-        losses.append([row["loss"] for row in read_rows(run)])
-    assert len(losses[0]) == 4
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        rows = read_rows(run)
+        assert [row["step"] for row in rows if "val/loss" in row] == [3, 4]
+        found.append(
+            [row["loss"] for row in rows] + [rows[-1][name] for name in ("val/loss", "val/accuracy", "val/tokens")]
+        )
+    assert len(found[0]) == 4 + 3
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert rows[-1]["sft/epoch"] == 4, "of the rows that neither validation nor probe holds out"
+
+
+@torch.no_grad()
+def score(model_dir: Path, words: list[str]) -> tuple[float, float]:
+    """Mean negative log-probability of the replies' tokens, and how many of them are the likeliest."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    losses, hits = [], []
+    for word in words:
+        ids = torch.tensor(tokenizer.apply_chat_template(say(word)["messages"], return_dict=False))
+        replied = slice(2 + len(word), None)
+        logits = model(ids[None]).logits[0, :-1][1 + len(word) :].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[replied], reduction="none"))
+        hits.append(logits.argmax(-1) == ids[replied])
+    return torch.cat(losses).mean().item(), torch.cat(hits).float().mean().item()
+
+
+def test_validation_is_the_loss_and_accuracy_of_the_model_on_other_rows(tmp_path, tiny_model):
+    words = ["abba", "loop", "x" * 20]
+    rows = [*map(say, words), say("y" * 90)]
+    sft = {"data": write_rows(tmp_path / "rows.jsonl", [say(word) for word in WORDS]), "batch_size": 6,
+           "validation": {"every": 5, "data": write_rows(tmp_path / "other.jsonl", rows)}}  # fmt: skip
+    run = make_run(tmp_path, tiny_model, mode="sft", max_steps=12, optimizer={"lr": 3e-3}, trainer={"sft": sft}).train()
+    found = {row["step"]: row for row in read_rows(run) if "val/loss" in row}
+    assert list(found) == [5, 10, 12]
+    loss, accuracy = score(tmp_path / "model", words)
+    assert found[12]["val/loss"] == pytest.approx(loss, rel=1e-4)
+    assert found[12]["val/accuracy"] == pytest.approx(accuracy, rel=1e-6) and 0 < accuracy < 1
+    assert found[12]["val/tokens"] == 5 + 5 + 21, "the row without a reply within seq_len is left out"
+    summary = json.loads(run.paths.summary.read_text())
+    assert (summary["validation_loss"], summary["validation_accuracy"]) == (
+        found[12]["val/loss"], found[12]["val/accuracy"])  # fmt: skip
+
+
+def test_a_validation_without_a_row_to_score_is_refused(tmp_path, tiny_model):
+    data = write_rows(tmp_path / "rows.jsonl", [say("abc"), say("y" * 90)])
+    sft = {"data": data, "batch_size": 1, "validation": {"every": 1, "rows": 1}}
+    with pytest.raises(ConfigurationError, match="trainer.sft.validation.rows = 1: expected rows with a message"):
+        make_run(tmp_path / "a", tiny_model, mode="sft", trainer={"sft": sft}).train()
+    sft["validation"]["rows"] = 2
+    with pytest.raises(ConfigurationError, match="trainer.sft.validation.rows = 2: expected fewer than the 2 rows"):
+        make_run(tmp_path / "b", tiny_model, mode="sft", trainer={"sft": sft}).train()
 
 
 REFUSED = {"messages": [{"role": "tool", "content": "a"}]}

@@ -197,6 +197,24 @@ def test_files_have_shares_all_or_none(tmp_path: Path):
     assert [p.value for p in problems_of(path, tmp_path / "absent")] == [str(tmp_path / "absent")]
 
 
+@pytest.mark.parametrize(("validation", "expected"), [
+    ({"every": 5}, {"data": "a file of rows, or rows of trainer.sft.data"}),
+    ({"rows": 5}, {"every": "steps between validations"}),
+    ({"every": 5, "rows": 5, "data": "ROWS"}, {"rows": "0, since trainer.sft.validation.data has all rows"}),
+    ({"every": 5, "data": [{"path": "ROWS", "share": 2}]}, {"data.0.share": "none"}),
+    ({"every": 5, "data": "absent.jsonl"}, {"data": "an existing JSONL or parquet file"}),
+    ({"every": 5, "data": "ROWS"}, {}),
+    ({"every": 5, "rows": 5}, {}),
+])  # fmt: skip
+def test_a_validation_has_rows_of_one_kind_and_a_step(validation, expected, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ROWS").write_text('{"prompt": "a", "completion": "b"}\n')
+    config = parse({"mode": "sft", "trainer": {"sft": {"data": "ROWS", "validation": validation}}})
+    prefix = "trainer.sft.validation."
+    found = {p.key.removeprefix(prefix): p.expected for p in find_conflicts(config) if p.key.startswith(prefix)}
+    assert found.keys() == expected.keys() and all(found[key].startswith(expected[key]) for key in expected)
+
+
 def test_prompt_and_completion_are_messages_and_the_prompt_is_context(tokenizer):
     row = parse_row({"prompt": "ab", "completion": "ba", "messages": None}, "rows:1", DATA)
     assert row == Conversation(TWO_TURNS[:2], context=1, place="rows:1")
