@@ -83,7 +83,7 @@ class JsonlRows:
         return len(self._bounds) - 1
 
     def __getitem__(self, index: int) -> Conversation:
-        start, end = self._bounds[index : index + 2].tolist()
+        start, end = int(self._bounds[index]), int(self._bounds[index + 1])
         place = f"{self._path}:{index + 1}"
         line = os.pread(self._file.fileno(), end - start, start)
         return parse_row(_decode(line, place, self._key), place, self._key)
@@ -101,7 +101,7 @@ class ParquetRows:
         return self._table.num_rows
 
     def __getitem__(self, index: int) -> Conversation:
-        [row] = self._table.slice(index, 1).to_pylist()
+        row = self._table.slice(index, 1).to_pylist()[0]
         return parse_row(_without_nulls(row), f"{self._path}:{index + 1}", self._key)
 
 
