@@ -56,9 +56,7 @@ class SFTSource:
             ConfigurationError: the first batch has nothing to train, or a row of the next cannot be rendered.
         """
         self._close_step(step - 1, report)
-        stop_at = self._config.trainer.sft.probe.stop_at
-        reached = stop_at is not None and self._found.get("probe/exact_match", -1.0) >= stop_at
-        if reached or any(gather(self._world.first and self._role.draining)):
+        if self._reached(self._found) or any(gather(self._world.first and self._role.draining)):
             return self._batch(step, [], [])
         plan = self._plan(step)
         batch = self._batch(step, self._packer.fill(plan), [str(draw) for draw in plan.draws])
@@ -147,12 +145,18 @@ class SFTSource:
             if self._monitor:
                 self._role.log.info("step %d | exact match on held-out rows %.3f | for example %r, wanted %r", step,
                                     found["probe/exact_match"], reply, reference)  # fmt: skip
+        last = last or self._reached(found)
         if self._validation and (last or step % sft.validation.every == 0):
             found |= self._validation.measure(self._policy)
             if self._monitor:
                 self._role.log.info("step %d | validation loss %.4f | accuracy %.3f | %d tokens", step,
                                     found["val/loss"], found["val/accuracy"], found["val/tokens"])  # fmt: skip
         return found
+
+    def _reached(self, found: dict[str, float]) -> bool:
+        """Whether the probe has come to its mark."""
+        stop_at = self._config.trainer.sft.probe.stop_at
+        return stop_at is not None and found.get("probe/exact_match", -1.0) >= stop_at
 
     def _row_metrics(self, step: int) -> dict[str, float]:
         """Epochs that were trained, and what became of the rows of a step."""

@@ -58,10 +58,11 @@ def test_rows_are_learnt_by_heart(tmp_path, tiny_model):
 
 
 def test_training_stops_once_the_probe_reaches_its_mark(tmp_path, tiny_model):
-    run = make_sft(tmp_path, tiny_model, every=2, stop_at=0.0).train()
+    run = make_sft(tmp_path, tiny_model, every=2, stop_at=0.0, validation={"every": 5, "rows": 2}).train()
     summary = json.loads(run.paths.summary.read_text())
     assert summary["steps"] == 2
     assert [row["step"] for row in read_rows(run)] == [1, 2]
+    assert summary["validation_loss"] == read_rows(run)[1]["val/loss"], "which comes after the last step in any case"
     assert run.paths.checkpoint(2).exists()
 
 
