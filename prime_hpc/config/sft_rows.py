@@ -128,9 +128,9 @@ def parse_row(row: Any, place: str, key: str) -> Conversation:
 
 def _as_messages(given: Any, role: str) -> Sequence[Any]:
     """A text is one message; anything else is taken for messages."""
-    return (
-        [{"role": role, "content": given}] if isinstance(given, str) else given if isinstance(given, list) else [given]
-    )
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    return given if isinstance(given, list) else [given]
 
 
 def _message(given: Any, place: str, key: str) -> dict[str, Any]:
@@ -145,7 +145,8 @@ def _message(given: Any, place: str, key: str) -> dict[str, Any]:
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
         raise _problem(key, place, "messages of text: images train with mode=rl alone")
     if calls:
-        message["tool_calls"] = [_call(call, place, key) for call in calls]
+        listed = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_call(call, place, key) for call in listed]
     return message
 
 

@@ -53,10 +53,13 @@ def make_render(tokenizer: PreTrainedTokenizerBase, renderer: str, config: SFTCo
     typed = create_renderer(tokenizer, config_from_name(renderer))
 
     def render(row: Conversation) -> Row:
-        sample = build_training_sample(typed, row.messages, role_to_mask=lambda m: m["role"] == "assistant",
-                                       tools=row.tools, content_sft_roles={*config.roles} - {"assistant"},
-                                       message_loss_mask=trained_messages(row, config),
-                                       ensure_final_stop=True)  # fmt: skip
+        try:
+            sample = build_training_sample(typed, row.messages, role_to_mask=lambda m: m["role"] == "assistant",
+                                           tools=row.tools, content_sft_roles={*config.roles} - {"assistant"},
+                                           message_loss_mask=trained_messages(row, config),
+                                           ensure_final_stop=True)  # fmt: skip
+        except ValueError as error:
+            raise _refused(row, f"renderer {renderer}", error) from error
         return Row(np.array(sample.token_ids, dtype=np.int32), np.array(sample.loss_mask, dtype=bool))
 
     return render
@@ -90,8 +93,7 @@ def render_template(tokenizer: PreTrainedTokenizerBase, row: Conversation, confi
             elif trained:
                 mask[_body(tokenizer, row, i, token_ids)] = True
     except TemplateError as error:
-        expected = f"messages that the model's chat template takes, and it says: {error}"
-        raise ConfigurationError([ConfigProblem(DATA, row.place, expected)]) from error
+        raise _refused(row, "model's chat template", error) from error
     return Row(np.array(token_ids, dtype=np.int32), mask)
 
 
@@ -152,6 +154,10 @@ def _body(tokenizer: PreTrainedTokenizerBase, row: Conversation, i: int, token_i
 
 def _text(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _refused(row: Conversation, by: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError([ConfigProblem(DATA, row.place, f"messages that the {by} takes, and it says: {error}")])
 
 
 def _rewritten(what: str, row: Conversation) -> ConfigurationError:

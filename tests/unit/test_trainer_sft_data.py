@@ -86,6 +86,8 @@ def test_a_renderer_of_the_package_masks_alike(tmp_path: Path, config, trained):
     row = make_render(tokenizer, "qwen3", SFTConfig(**config))(Conversation(TWO_TURNS))
     edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False)).reshape(-1, 2)
     assert [tokenizer.decode(row.token_ids[start:end]) for start, end in edges] == trained
+    with pytest.raises(ConfigurationError, match="trainer.sft.data = 'rows:3'.*that the renderer qwen3 takes"):
+        make_render(tokenizer, "qwen3", SFTConfig())(Conversation([], place="rows:3"))
 
 
 def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer, monkeypatch):
