@@ -31,7 +31,7 @@ from prime_hpc.models.lora import LoRA, attach
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.head import score_tokens
+from prime_hpc.trainer.head import rate_tokens, score_tokens
 from prime_hpc.trainer.low_precision import use_fp8
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
 from prime_hpc.trainer.memory.offload import ActivationOffload
@@ -86,6 +86,25 @@ class PolicyModel(nn.Module):
         Raises:
             ConfigurationError: the row has images, and the model does not see.
         """
+        part, states = self._states(row)
+        logprobs, entropy = score_tokens(states, self.head_weight, *self._targets(row, part), self._chunk)
+        uniform = torch.full_like(row.temperatures, float(self.head_weight.shape[0])).log()
+        return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
+
+    @torch.no_grad()
+    def rate(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Log-probability of every scored token, and 1 where no other is likelier; float32[n], 0 where not scored.
+
+        Raises:
+            ConfigurationError: the row has images, and the model does not see.
+        """
+        part, states = self._states(row)
+        logprobs, hits = rate_tokens(states, self.head_weight, *self._targets(row, part), self._chunk)
+        nothing = torch.zeros_like(row.temperatures)
+        return self.context.unite(nothing, row, part, logprobs), self.context.unite(nothing, row, part, hits)
+
+    def _states(self, row: PackedRow) -> tuple[Part, Tensor]:
+        """This rank's part of a row, and the states [m, h] that predict its scored tokens."""
         if row.images and not self.sees:
             problem = ConfigProblem(
                 "model.path", self.config.model_type, "a model that sees: there are images to train"
@@ -94,12 +113,11 @@ class PolicyModel(nn.Module):
         part = self.context.divide(row)
         if self.lora:
             self.lora.select(part.row.adapters)
-        hidden = self.hidden_states(part)
-        weight, scored = self.head_weight, part.scored
-        states = hidden.index_select(0, part.before)
-        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored], row.temperatures[scored], self._chunk)
-        uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
-        return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
+        return part, self.hidden_states(part).index_select(0, part.before)
+
+    def _targets(self, row: PackedRow, part: Part) -> tuple[Tensor, Tensor]:
+        """Ids and temperatures of the scored tokens."""
+        return row.token_ids[part.scored], row.temperatures[part.scored]
 
     def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """One step of sampling.
@@ -233,11 +251,11 @@ class NativePolicy(PolicyModel):
         self._top_k: int | None = getattr(config, "index_topk", None)
 
     def hidden_states(self, part: Part) -> Tensor:
-        """Neither padding nor rows that train nothing count as load of the experts."""
+        """Neither padding, nor rows that train nothing, nor passes without a gradient count as load of the experts."""
         row = part.row
         attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device, self._top_k)
         hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay)
-        counted = part.real if len(row.scored) else 0
+        counted = part.real if len(row.scored) and torch.is_grad_enabled() else 0
         self._load.add([layer[:counted] for layer in chosen])
         return hidden
 
@@ -279,7 +297,8 @@ def build_policy(config: RunConfig, world: World) -> PolicyModel:
     _prepare_blocks(policy, trainer, world)
     reshard, dtype = _reshards(trainer, world.mesh.degrees.fsdp), getattr(torch, trainer.dtype)
     shard(policy, policy.sharded_apart, world.mesh, dtype, reshard_after_forward=reshard)
-    register_fsdp_forward_method(policy, "next_logits")
+    for method in ("next_logits", "rate"):
+        register_fsdp_forward_method(policy, method)
     policy.to_empty(device=world.device)
     _restore_buffers(policy, world.device)
     return policy
