@@ -108,7 +108,8 @@ def _section(title: str, section: type, fields: Sequence[dataclasses.Field]) -> 
 
 def _stands_alone(hint: Any) -> bool:
     """Whether a field is a section that is always there, or a choice of variants that is."""
-    return bool(sections_in(hint)) and get_origin(hint) is not list and types.NoneType not in get_args(hint)
+    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return bool(sections_in(inner)) and get_origin(inner) is not list and types.NoneType not in get_args(inner)
 
 
 def _meanings(section: type) -> dict[str, str]:
@@ -127,7 +128,7 @@ def _meanings(section: type) -> dict[str, str]:
 def _type(hint: Any) -> str:
     """A type in the words of a YAML file."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is not list and sections_in(hint):
+    if origin not in (list, Annotated) and sections_in(hint):
         return "section, or null"
     if origin is Annotated:
         return ", ".join([_type(args[0]), *_bounds(hint.__metadata__)])
@@ -163,8 +164,9 @@ def _default(field: dataclasses.Field) -> str:
         value = field.default
     else:
         return "required"
-    value = list(value) if isinstance(value, tuple) else value
-    return f"`{yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}`"
+    if isinstance(value, list | tuple):
+        value = [dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item for item in value]
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix('...' + chr(10)).strip()}`"
 
 
 def _cell(text: str) -> str:

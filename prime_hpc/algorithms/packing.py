@@ -37,11 +37,14 @@ def pack(samples: list[Sample], ranks: int, max_tokens: int, cost: Cost | None =
         raise ValueError("a batch without samples cannot be packed")
     lengths = [_length(sample, max_tokens) for sample in samples]
     cost = cost or (lambda row: float(sum(row)))
-    shortest = samples[int(np.argmin(lengths))]
-    return [
-        [_join([samples[i] for i in row], max_tokens) if row else _dummy(shortest, max_tokens) for row in rows]
-        for rows in arrange(lengths, ranks, max_tokens, cost)
-    ]
+    shortest = int(np.argmin(lengths))
+    return [fill(rows, samples.__getitem__, shortest, max_tokens) for rows in arrange(lengths, ranks, max_tokens, cost)]
+
+
+def fill(rows: list[list[int]], sample: Callable[[int], Sample], shortest: int, max_tokens: int) -> list[MicroBatch]:
+    """The micro-batches of one rank's rows, as `arrange` has them; a copy of the sample `shortest` is the dummy."""
+    return [_join([sample(i) for i in row], max_tokens) if row else _dummy(sample(shortest), max_tokens)
+            for row in rows]  # fmt: skip
 
 
 def pack_batch(samples: list[Sample], ranks: int, config: RunConfig) -> list[list[MicroBatch]]:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.config.checks import source_name
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.observe.preview import Preview
-from prime_hpc.observe.records import SUFFIX, evaluations, read_records, record_path
+from prime_hpc.observe.records import evaluations, read_records, record_path, recorded_steps
 from prime_hpc.plan.run_plan import load
 
 
@@ -51,8 +50,7 @@ def show(run: Path, folder: Path, step: int | None, count: int, source: str | No
     Raises:
         InfrastructureFailure: there is no record of it.
     """
-    recorded = sorted(int(name[len("step_") : -len(SUFFIX)]) for name in list_fresh(folder)
-                      if name.startswith("step_") and name.endswith(SUFFIX))  # fmt: skip
+    recorded = recorded_steps(folder)
     step = step if step is not None else (recorded or [0])[-1]
     if step not in recorded:
         known = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"

@@ -18,16 +18,14 @@ from prime_hpc.config.model_checks import find_folder_problems
 from prime_hpc.config.renderer import find_renderer_problems
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sampling_checks import find_sampling_problems, reshapes
-from prime_hpc.config.sft_rows import read_conversations
-from prime_hpc.config.sizes import components_of, engine_gpus, rows_at_once, trainer_ranks
+from prime_hpc.config.sft_checks import find_sft_problems
+from prime_hpc.config.sizes import components_of, engine_gpus, trainer_ranks
 from prime_hpc.config.slurm_checks import find_slurm_conflicts
 from prime_hpc.config.vllm_arguments import find_unknown_arguments
-from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.errors import ConfigProblem, nearest_name
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
-ROWS_READ = 100
-"""Of SFT data at launch; the trainer reads all."""
 ADDRESS_ARGUMENTS = ("host", "port", "uds")
 PLAN_ARGUMENTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless", "api_server_count",
                   "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank",
@@ -42,7 +40,7 @@ def find_conflicts(config: RunConfig) -> list[ConfigProblem]:
                find_frozen_problems)  # fmt: skip
     by_mode = {
         "rl": (_rollouts, _loss, *sampled),
-        "sft": (_sft, find_renderer_problems),
+        "sft": (find_sft_problems, _rows, find_renderer_problems),
         "sample": (_rollouts, *sampled),
         "replay": (_loss, _replay),
         "serve": engines,
@@ -279,28 +277,6 @@ def _engines(config: RunConfig) -> Iterator[ConfigProblem]:
     if isinstance(limit, int) and limit < config.seq_len:
         yield ConfigProblem("inference.vllm.max_model_len", limit,
                             f"at least seq_len = {config.seq_len}, or engines cut rollouts short")  # fmt: skip
-
-
-def _sft(config: RunConfig) -> Iterator[ConfigProblem]:
-    sft = config.trainer.sft
-    if not sft.data or not Path(sft.data).is_file():
-        yield ConfigProblem("trainer.sft.data", sft.data, "an existing JSONL file with a `messages` list a row")
-    else:
-        yield from _first_rows(Path(sft.data))
-    rows = rows_at_once(config)
-    if sft.batch_size % rows:
-        yield ConfigProblem("trainer.sft.batch_size", sft.batch_size,
-                            f"a multiple of the {rows} rows that trainer.ranks compute at once")  # fmt: skip
-    if sft.probe.stop_at is not None and not sft.probe.every:
-        yield ConfigProblem("trainer.sft.probe.every", 0, "steps between probes, since stop_at needs them")
-
-
-def _first_rows(data: Path) -> Iterator[ConfigProblem]:
-    """The first mistake in the rows that a launch has time to read."""
-    try:
-        read_conversations(data, most=ROWS_READ)
-    except ConfigurationError as error:
-        yield from error.problems
 
 
 def _replay(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -1,9 +1,9 @@
 """Configuration of the trainer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from prime_hpc.config.sections import FORBID_UNKNOWN, NonNegative, Positive, Seconds, UserPath
 
@@ -17,7 +17,7 @@ class SFTProbe:
     every: NonNegative = 0
     """Steps between probes; 0 turns the probe off."""
     prompts: Positive = 128
-    """Held-out rows that are sampled, from the end of the data."""
+    """Held-out rows that are sampled, from the end of the data (of its last file)."""
     max_tokens: Positive = 32
     """Tokens of one reply."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -27,19 +27,69 @@ class SFTProbe:
 
 
 @dataclass(kw_only=True)
+class SFTFile:
+    """A file of rows."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    path: UserPath
+    """JSONL or parquet (by its suffix): a `messages` list a row, or `prompt` and `completion`, and `tools` beside."""
+    share: Annotated[float, Field(gt=0)] | None = None
+    """Share of the rows that are trained, relative to the shares of the other files; by default every file is trained
+    once an epoch."""
+
+
+def _as_files(given: Any) -> Any:
+    """A path, or a list of paths, stands for files without shares."""
+    files = ([given] if given else []) if isinstance(given, str) else given
+    return [{"path": file} if isinstance(file, str) else file for file in files] if isinstance(files, list) else given
+
+
+SFTFiles = Annotated[list[SFTFile], BeforeValidator(_as_files)]
+"""Files of rows; the path of one is enough."""
+
+
+@dataclass(kw_only=True)
+class SFTValidation:
+    """Loss and accuracy on rows that are not trained, those of `data` or of the end of `trainer.sft.data`."""
+
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    every: NonNegative = 0
+    """Steps between validations; the last step is validated in any case. 0 turns them off."""
+    data: SFTFiles = field(default_factory=list)
+    """Files of rows, which are all taken."""
+    rows: NonNegative = 0
+    """Without files: so many rows from the end of `trainer.sft.data`, of its last file."""
+
+
+@dataclass(kw_only=True)
 class SFTConfig:
     """Supervised fine-tuning over the same loop (`mode: sft`)."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
-    data: UserPath = ""
-    """JSONL file with a `messages` list a row, and `tools` if it has any; assistant messages are trained."""
+    data: SFTFiles = field(default_factory=list)
+    """Rows to train: the path of a file, or a list of files with their shares."""
     batch_size: Positive = 128
     """Rows a step, over all ranks."""
     shuffle: bool = True
     """New order every epoch, from `seed`."""
+    roles: Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)] = field(
+        default_factory=lambda: ["assistant"]
+    )
+    """Whose messages are trained: the assistant's with what ends them, of the others the text alone."""
+    last_reply_only: bool = False
+    """Of the assistant's messages train the last of a row alone."""
+    validation: SFTValidation = field(default_factory=SFTValidation)
+    """Loss and accuracy on other rows."""
     probe: SFTProbe = field(default_factory=SFTProbe)
     """Exact match on held-out rows."""
+
+    @property
+    def held_out(self) -> int:
+        """Rows at the end of the last file of `data` that are not trained."""
+        return max(self.validation.rows, self.probe.prompts if self.probe.every else 0)
 
 
 @dataclass(kw_only=True)

@@ -113,10 +113,19 @@ def make_samples(
     return samples, cut
 
 
-def conversation(episode: vf.Episode) -> str:
-    """The messages of the first trace's final branch, as JSON, without the pixels of images."""
-    messages = episode.traces[0].messages if episode.traces else []
-    return json.dumps(name_images([m.model_dump(mode="json", exclude_none=True) for m in messages]))
+def conversation(episode: vf.Episode, model: str) -> dict[str, str]:
+    """The messages of the final branch of the policy's first trace, without the pixels of images, and its tools, as
+    JSON; of the first trace where none is the policy's."""
+    trace = next(iter([*policy_traces(episode, model), *episode.traces]), None)
+    branches = trace.branches if trace else []
+    messages, tools = (branches[-1].messages, branches[-1].tools) if branches else ([], [])
+    return {"messages": json.dumps(name_images([m.model_dump(mode="json", exclude_none=True) for m in messages])),
+            "tools": json.dumps([_function(tool) for tool in tools])}  # fmt: skip
+
+
+def _function(tool: vf.Tool) -> dict:
+    """A tool as a chat request has it."""
+    return {"type": "function", "function": tool.model_dump(mode="json", include={"name", "description", "parameters"})}
 
 
 def _span(node: vf.MessageNode, trained: set[int]) -> Span:

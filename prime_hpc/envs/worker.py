@@ -185,7 +185,8 @@ class Worker:
             if request.reference and rollout.samples:
                 hint = self._hints.of(traces[0]) if self._hints else []
                 await self._scorer.add(rollout.samples, request.reference, hint, str(request.version))
-            return RolloutDone(worker=self._role.process.name, rollout=rollout, messages=conversation(episode))
+            said = conversation(episode, request.model)
+            return RolloutDone(worker=self._role.process.name, rollout=rollout, **said)
 
     def _answer(self, request: RunRollout, task: asyncio.Task[RolloutDone]) -> None:
         del self._running[request.rollout_id]

@@ -58,8 +58,7 @@ class RolloutRecorder:
 
 def _prune(rollouts: Path, budget: int) -> None:
     """Remove the oldest records until at most `budget` bytes are left; the newest stays in any case."""
-    steps = sorted(int(name[len("step_") : -len(SUFFIX)]) for name in list_fresh(rollouts) if name.endswith(SUFFIX)
-                   and not name.startswith("."))  # fmt: skip
+    steps = recorded_steps(rollouts)
     total = 0
     for i, path in enumerate(record_path(rollouts, step) for step in reversed(steps)):
         total += path.stat().st_size
@@ -103,6 +102,11 @@ def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample], 
     return manifest, samples, images
 
 
+def evaluated(rollouts: Path) -> list[Path]:
+    """The folders of the sources whose evaluations are recorded, by name."""
+    return [rollouts / "evaluations" / name for name in sorted(list_fresh(rollouts / "evaluations"))]
+
+
 def evaluations(rollouts: Path, source: str) -> Path:
     """The folder of the rollouts of evaluations of `source`, by the step after which they were."""
     return rollouts / "evaluations" / source
@@ -110,6 +114,12 @@ def evaluations(rollouts: Path, source: str) -> Path:
 
 def record_path(rollouts: Path, step: int) -> Path:
     return rollouts / f"step_{step}{SUFFIX}"
+
+
+def recorded_steps(rollouts: Path) -> list[int]:
+    """The steps whose rollouts are in the folder, in order."""
+    return sorted(int(name[len("step_") : -len(SUFFIX)]) for name in list_fresh(rollouts)
+                  if name.startswith("step_") and name.endswith(SUFFIX))  # fmt: skip
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -123,8 +133,8 @@ def _record(step: int, done: RolloutDone, trained: Mapping[str, Sample]) -> dict
     rollout = msgspec.structs.asdict(done.rollout)
     samples = [_sample(trained.get(sample.sample_id, sample), sample.sample_id in trained)
                for sample in rollout.pop("samples")]  # fmt: skip
-    messages = msgspec.json.decode(done.messages)
-    return {"step": step, "worker": done.worker, **rollout, "messages": messages, "samples": samples}
+    said = {"messages": msgspec.json.decode(done.messages), "tools": msgspec.json.decode(done.tools)}
+    return {"step": step, "worker": done.worker, **rollout, **said, "samples": samples}
 
 
 def _sample(sample: Sample, trained: bool) -> dict[str, Any]:

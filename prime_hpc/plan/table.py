@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.table import Table
 
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.trainer import SFTValidation
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 from prime_hpc.plan.units import Unit, units
 
@@ -18,6 +19,8 @@ def render(plan: RunPlan) -> Group:
     facts = f"{plan.name}: attempt {plan.attempt}, {config.mode}, {_length(config)}, {origin}"
     if config.mode == "rl":
         facts += f"; weights by {config.update.chosen}"
+    if config.mode == "sft" and config.trainer.sft.validation.every:
+        facts += f"; {_validation(config.trainer.sft.validation)}"
     tables = [_process_table(plan)] if plan.nodes == 1 else [_group_table(plan), "", _unit_table(plan)]
     return Group(facts, plan.run_dir, "", *tables)
 
@@ -26,6 +29,11 @@ def _length(config: RunConfig) -> str:
     if config.mode == "serve":
         return "until it is stopped"
     return "an evaluation" if config.evaluates_alone else f"{config.max_steps} steps"
+
+
+def _validation(validation: SFTValidation) -> str:
+    rows = ", ".join(Path(file.path).name for file in validation.data) or f"{validation.rows} rows held out"
+    return f"validation on {rows} every {validation.every} steps"
 
 
 def _process_table(plan: RunPlan) -> Table:

@@ -35,6 +35,20 @@ def soften(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * (logits / cap).tanh()
 
 
+@torch.no_grad()
+def rate_tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """float32[m] log-probabilities as `score_tokens` has them, and whether each target is the likeliest, as 0 or 1."""
+    logprobs, hits = torch.empty_like(temperatures), torch.empty_like(temperatures)
+    score, *_ = _passes(hidden.device)
+    for rows in _chunks(len(targets), chunk):
+        logits = soften(hidden[rows] @ weight.T, cap)
+        hits[rows] = (logits.argmax(-1) == targets[rows]).to(hits.dtype)
+        logprobs[rows], *_ = score(logits, targets[rows], temperatures[rows])
+    return logprobs, hits
+
+
 class _Scores(torch.autograd.Function):
     """Keeps two numbers a token and makes the logits anew in the backward pass: one product of matrices more, since
     the gradient of the weight is a sum over tokens that a policy gradient weights only once it knows all scores."""

@@ -35,7 +35,7 @@ from prime_hpc.models.recurrence import INSTALL, TORCH, CachedRecurrence, choose
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.head import score_tokens, soften
+from prime_hpc.trainer.head import rate_tokens, score_tokens, soften
 from prime_hpc.trainer.low_precision import use_fp8
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
 from prime_hpc.trainer.memory.offload import ActivationOffload
@@ -59,7 +59,7 @@ class PolicyModel(nn.Module):
     """The adapters that are trained in place of the parameters, if any."""
     sees = False
     """Whether it takes images."""
-    forwards = ("next_logits",)
+    forwards = ("next_logits", "rate")
     """Methods beside `forward` that compute with parameters."""
     logit_scale = 1.0
     """Logits are the product of the head times this,"""
@@ -103,6 +103,27 @@ class PolicyModel(nn.Module):
         Raises:
             ConfigurationError: the row has images, and the model does not see.
         """
+        part, states = self._states(row)
+        logprobs, entropy = score_tokens(states, self.head_weight, *self._targets(row, part), self._chunk,
+                                         self._product_cap)  # fmt: skip
+        uniform = torch.full_like(row.temperatures, float(self.head_weight.shape[0])).log()
+        return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
+
+    @torch.no_grad()
+    def rate(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Log-probability of every scored token, and 1 where no other is likelier; float32[n], 0 where not scored.
+
+        Raises:
+            ConfigurationError: the row has images, and the model does not see.
+        """
+        part, states = self._states(row)
+        logprobs, hits = rate_tokens(states, self.head_weight, *self._targets(row, part), self._chunk,
+                                     self._product_cap)  # fmt: skip
+        nothing = torch.zeros_like(row.temperatures)
+        return self.context.unite(nothing, row, part, logprobs), self.context.unite(nothing, row, part, hits)
+
+    def _states(self, row: PackedRow) -> tuple[Part, Tensor]:
+        """This rank's part of a row, and the states [m, h] that predict its scored tokens."""
         if row.images and not self.sees:
             problem = ConfigProblem(
                 "model.path", self.config.model_type, "a model that sees: there are images to train"
@@ -111,14 +132,11 @@ class PolicyModel(nn.Module):
         part = self.context.divide(row)
         if self.lora:
             self.lora.select(part.row.adapters)
-        hidden = self.hidden_states(part)
-        weight, scored = self.head_weight, part.scored
-        states = hidden.index_select(0, part.before)
-        logprobs, entropy = score_tokens(states, weight, row.token_ids[scored],
-                                         row.temperatures[scored] / self.logit_scale, self._chunk,
-                                         self._product_cap)  # fmt: skip
-        uniform = torch.full_like(row.temperatures, float(weight.shape[0])).log()
-        return self.context.unite(-uniform, row, part, logprobs), self.context.unite(uniform, row, part, entropy)
+        return part, self.hidden_states(part).index_select(0, part.before)
+
+    def _targets(self, row: PackedRow, part: Part) -> tuple[Tensor, Tensor]:
+        """Ids of the scored tokens, and the temperatures of the head's products."""
+        return row.token_ids[part.scored], row.temperatures[part.scored] / self.logit_scale
 
     def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """One step of sampling.
@@ -171,7 +189,7 @@ class HFPolicy(PolicyModel):
     """A model of transformers."""
 
     impl = "hf"
-    forwards = ("next_logits", "own_logits")
+    forwards = (*PolicyModel.forwards, "own_logits")
 
     def __init__(self, hf: PreTrainedModel, backend: str, chunk: int):
         head = None if hf.config.tie_word_embeddings else hf.get_output_embeddings()
@@ -321,12 +339,12 @@ class NativePolicy(PolicyModel):
         return f"{self.backend} and {self._linear}{SLOW * slow}"
 
     def hidden_states(self, part: Part) -> Tensor:
-        """Neither padding nor rows that train nothing count as load of the experts."""
+        """Neither padding, nor rows that train nothing, nor passes without a gradient count as load of the experts."""
         row = part.row
         attend = self.context.open_attention(self.backend, row.seq_lens, row.token_ids.device, self._top_k)
         recurrence = open_recurrence(self._linear, row.seq_lens, row.token_ids.device) if self.model.recurs else None
         hidden, chosen = self.model(row.token_ids, row.position_ids, attend, row.replay, recurrence)
-        counted = part.real if len(row.scored) else 0
+        counted = part.real if len(row.scored) and torch.is_grad_enabled() else 0
         self._load.add([layer[:counted] for layer in chosen])
         return hidden
 

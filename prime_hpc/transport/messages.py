@@ -209,11 +209,12 @@ class CancelRollout(msgspec.Struct, kw_only=True, tag=True):
 
 class RolloutDone(msgspec.Struct, kw_only=True, tag=True):
     """A finished or failed rollout. `messages` is the conversation as JSON, for the records; in the place of the URL of
-    an image it has the digest."""
+    an image it has the digest. `tools` are those that its model could call, as in a chat request."""
 
     worker: str
     rollout: Rollout
     messages: str = "[]"
+    tools: str = "[]"
 
 
 class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):

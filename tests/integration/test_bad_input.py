@@ -15,7 +15,7 @@ from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.env import SourceConfig
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import read_conversations
+from prime_hpc.config.sft_rows import DATA, read_first
 from prime_hpc.errors import ConfigurationError, CorruptData, EnvironmentFailure, SchemaMismatch
 from prime_hpc.plan import run_plan
 from prime_hpc.transport import checkpoints, weights
@@ -292,7 +292,7 @@ def test_a_line_of_sft_data_that_is_no_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": \n')
     with pytest.raises(ConfigurationError) as caught:
-        read_conversations(path)
+        read_first(path, DATA, 100)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("trainer.sft.data", f"{path}:2")
-    assert problem.expected.startswith("a JSON object a line (Expecting value")
+    assert problem.expected.startswith("a JSON object a line (Input data was truncated")

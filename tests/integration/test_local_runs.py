@@ -1,5 +1,6 @@
 """Whole runs on the fake engine: they end, they do not disturb one another, they resume, they name who failed first."""
 
+import json
 import os
 import signal
 import time
@@ -8,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.cluster.faults import Fault
+from prime_hpc.commands import collect
 from prime_hpc.observe.records import read_batch, read_records, record_path
 from prime_hpc.orchestrator.journal import BatchCut, read
 from prime_hpc.transport.checkpoints import complete_steps
 from prime_hpc.transport.messages import PolicyVersion
 from prime_hpc.transport.weights import published_versions
-from tests.integration.runs import ForkedRun, LocalRun
+from tests.integration.runs import ForkedRun, LocalRun, RunDirectory, launch_forked
 
 SKILL = "inference.engine_args={skill0: 0.4, skill_per_version: 0.01, token_s: 0.002}"
 
@@ -132,7 +134,7 @@ def test_a_stopped_run_leaves_nothing_behind_and_goes_on_where_it_saved(tmp_path
     assert newest == PolicyVersion(1, saved[-1] + 4), "versions past the checkpoint were abandoned: a new lineage"
 
 
-def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path: Path, tiny_model: Path) -> None:
+def test_what_one_run_sampled_others_train_though_its_engine_was_lost(tmp_path: Path, tiny_model: Path) -> None:
     faults = [Fault(process="inference-0", point="sampling.during", action="SIGKILL", count=40),
               Fault(process="orchestrator-0", point="batch.during", action="SIGKILL", count=3)]  # fmt: skip
     run = ForkedRun(tmp_path, tiny_model, "sampled", "mode=sample", "max_steps=12", "orchestrator.max_inflight=auto",
@@ -158,6 +160,20 @@ def test_what_one_run_sampled_another_trains_though_its_engine_was_lost(tmp_path
     code, text = trained.wait()
     assert code == 0, text
     assert trained.reported == list(range(1, 13)) and trained.summary["steps"] == 12
+
+    rows, best = tmp_path / "rows.jsonl", ["--min-reward", "0.5", "--best", "1", "--out", str(tmp_path / "rows.jsonl")]
+    assert collect.main([str(run.root), *best]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(found) > 4 and len({row["task_id"] for row in found}) == len(found)
+    assert all(row["reward"] >= 0.5 and row["messages"][-1]["role"] == "assistant" for row in found)
+    code, text = launch_forked(
+        tmp_path / "tuned.out", "+experiment=reverse_text_sft_cpu", "launcher=local", f"model.path={tiny_model}",
+        f"trainer.sft.data={rows}", "trainer.sft.batch_size=4", "trainer.sft.probe={every: 0, stop_at: null}",
+        "trainer.sft.validation={every: 1, rows: 2}", "trainer.threads=1", "max_steps=2", f"run.output_dir={tmp_path}",
+        "run.name=tuned")  # fmt: skip
+    assert code == 0, text
+    tuned = RunDirectory(tmp_path / "tuned")
+    assert tuned.reported == [1, 2] and tuned.summary["validation_loss"] < 5
     assert complete_steps(trained.root / "checkpoints")[-1] == 12
     assert [path.name for path in (trained.root / "logs" / "attempt_1").glob("*.log")] == ["trainer-0.log"]
 

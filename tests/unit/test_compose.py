@@ -86,7 +86,7 @@ def test_a_file_of_the_user_s_that_cannot_be_read_is_told_in_words(text: str, sa
 @pytest.mark.parametrize("experiment", ["tiny_sft_cpu", "reverse_text_sft_cpu", "reverse_text_sft"])
 def test_rows_of_a_warm_up_lie_beside_its_model(experiment: str) -> None:
     config = compose.compose_run([f"+experiment={experiment}", "model.path=/other"])
-    assert config.trainer.sft.data == "/other/sft.jsonl"
+    assert [file.path for file in config.trainer.sft.data] == ["/other/sft.jsonl"]
 
 
 def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:

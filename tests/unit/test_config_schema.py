@@ -126,7 +126,7 @@ def test_paths_of_what_exists_become_absolute(tmp_path):
     config = parse(raw, tmp_path)
     assert (config.model.path, config.model.tokenizer) == (f"{tmp_path}/model", "Org/absent")
     assert config.frozen["teacher"].path == f"{tmp_path}/model"
-    assert (config.trainer.sft.data, config.trainer.replay.rollouts) == (f"{tmp_path}/rows.jsonl", "")
+    assert (config.trainer.sft.data[0].path, config.trainer.replay.rollouts) == (f"{tmp_path}/rows.jsonl", "")
     attach = config.inference.attach
     assert (attach.run, attach.token_file) == (f"{tmp_path}/model", f"{tmp_path}/token")
     assert config.env.train[0].runtime.image == f"{tmp_path}/image.sif"

@@ -1,6 +1,7 @@
 """The bundled environments of several turns, seats and tools, played by scripted policies."""
 
 import asyncio
+import json
 import re
 from itertools import islice
 
@@ -8,12 +9,15 @@ import pytest
 import verifiers.v1 as vf
 
 from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.sft_rows import parse_row
 from prime_hpc.envs.killable import KillablePool, Killed
 from prime_hpc.envs.kuhn_poker.game import MOVES, blunders, forfeit, payoff
 from prime_hpc.envs.proposer_solver.sums import value_of
+from prime_hpc.envs.rollouts import conversation
 from prime_hpc.envs.wiki_search.corpus import Corpus
 from prime_hpc.envs.wordle.taskset import guess_of
 from prime_hpc.envs.wordle.words import WORDS, marks
+from prime_hpc.observe.selection import to_row
 from tests.chat_server import Reply, play
 
 
@@ -112,10 +116,20 @@ def test_questions_are_answered_by_searching_and_reading() -> None:
         return {"content": None, "tool_calls": [call]}
 
     index = next(i for i in range(60) if "crosses" in _question(i))
-    [trace] = episode("wiki_search", reply, index, countries=20).traces
+    played = episode("wiki_search", reply, index, countries=20)
+    [trace] = played.traces
     assert trace.reward == 1.0 and trace.metrics["calls"] == 4.0
     told = [m.content for m in trace.messages if m.role == "tool"]
     assert told[2:] == ["error: read_page takes title", "error: there is no tool 'fly'"]
+
+    record = {name: json.loads(text) for name, text in conversation(played, trace.agent.config.model).items()}
+    record |= {"seats": [], "reward": 1.0, "source": "s", "task_id": "t", "step": 1, "rollout_id": "r"}
+    row = parse_row(to_row(record), "rows:1", "trainer.sft.data")
+    assert [tool["function"]["name"] for tool in row.tools] == ["search_pages", "read_page"]
+    assert row.tools[1]["function"]["parameters"]["properties"] == {"title": {"type": "string"}}
+    calls = [m["tool_calls"][0]["function"] for m in row.messages if m.get("tool_calls")]
+    assert calls[2:] == [{"name": "read_page", "arguments": {"name": 1}}, {"name": "fly", "arguments": {}}]
+    assert [m["content"] for m in row.messages if m["role"] == "tool"] == told, "as rows for SFT have them"
 
 
 def _question(index: int) -> str:

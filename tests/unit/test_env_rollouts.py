@@ -254,8 +254,21 @@ def test_a_cut_splits_no_image_and_drops_those_behind_it(seq_len: int, length: i
     assert len(sample.images) == images and rollout.truncated == (length < 9)
 
 
+def test_the_record_of_a_conversation_is_the_policy_s() -> None:
+    opponent = make_trace(said(None, [1]), said(0, [2]), name="opponent", trainable=False)
+    mine = make_trace(said(None, [1]), replied(0, [], [2]), name="mine")
+    mine.nodes[0].tools = [vf.Tool(name="f", description="d", parameters={"type": "object"})]
+    recorded = {name: json.loads(text) for name, text in conversation(make_episode(opponent, mine), "policy").items()}
+    assert [m["role"] for m in recorded["messages"]] == ["user", "assistant"]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert recorded["tools"] == [{"type": "function", "function": function}]
+    others = json.loads(conversation(make_episode(opponent), "policy")["messages"])
+    assert [m["role"] for m in others] == ["user", "user"], "where the policy has no trace"
+
+
 def test_the_record_of_a_conversation_names_its_images() -> None:
-    [message] = json.loads(conversation(make_episode(seeing(showed(None, [1, 90], PNG, "https://x/y.png")))))
+    episode = make_episode(seeing(showed(None, [1, 90], PNG, "https://x/y.png")))
+    [message] = json.loads(conversation(episode, "policy")["messages"])
     urls = [part["image_url"]["url"] for part in message["content"] if part["type"] == "image_url"]
     assert urls == [digest_of(PNG), "https://x/y.png"]
 

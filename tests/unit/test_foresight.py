@@ -388,7 +388,7 @@ def test_large_experiments_fit_the_gpus_that_they_ask_for(experiment: str, tmp_p
 def test_documents_that_run_one_by_one_are_said(tmp_path: Path) -> None:
     config = parse({"env": {"train": [{"id": "a"}]}})
     plan = build_plan(config, tmp_path / "mine", Attempt(), gpus=0)
-    kinds = {"lfm2": ["conv", "full_attention"], "qwen3": ["full_attention"]}
+    kinds = {"lfm2": ["conv"] * 28, "qwen3": ["full_attention"] * 28}
     said = [" ".join(foresee(plan, config, {**DENSE_600M, "model_type": kind, "layer_types": layers}).warnings)
             for kind, layers in kinds.items()]  # fmt: skip
     assert ["the trainer runs the documents of a row one by one" in words for words in said] == [True, False]

@@ -18,7 +18,7 @@ TOKENS = torch.randint(0, 48, (24,), generator=torch.Generator().manual_seed(2))
 POSITIONS = torch.arange(24)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
     """One document; unlike the packed fallback it may lie in a compiled graph."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)

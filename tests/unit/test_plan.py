@@ -8,6 +8,7 @@ from rich.console import Console
 from prime_hpc.config.env import EvalSourceConfig, SourceConfig
 from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
+from prime_hpc.config.trainer import SFTFile, SFTValidation
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.placement import place_gpus
@@ -81,6 +82,19 @@ def test_sft_has_trainer_ranks_only(tmp_path: Path) -> None:
     made = config(ranks=2)
     made.mode = "sft"
     assert [p.component for p in build_plan(made, tmp_path, Attempt(), gpus=0).processes] == ["trainer", "trainer"]
+
+
+def test_a_plan_says_on_what_and_how_often_it_is_validated(tmp_path: Path) -> None:
+    made = config()
+    made.mode = "sft"
+    for validation, said in (
+        (SFTValidation(every=5, data=[SFTFile(path="/data/other.jsonl")]), "; validation on other.jsonl every 5 steps"),
+        (SFTValidation(every=5, rows=9), "; validation on 9 rows held out every 5 steps"),
+    ):
+        made.trainer.sft.validation = validation
+        console = Console(width=400, record=True)
+        console.print(render(build_plan(made, tmp_path, Attempt(), gpus=0)))
+        assert said in console.export_text()
 
 
 @pytest.mark.parametrize(

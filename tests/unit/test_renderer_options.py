@@ -11,8 +11,10 @@ from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.renderer import renderer_config
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
+from prime_hpc.config.sft_rows import Conversation
+from prime_hpc.config.trainer import SFTConfig
 from prime_hpc.models.tiny import CHAT_TEMPLATE, EOS, make_char_tokenizer
-from prime_hpc.trainer.sft_data import make_render
+from prime_hpc.trainer.sft_data import Row, make_render
 from tests.integration.scripted_engine import ScriptedEngine
 
 MARKED = "{% if mark %}<eos>{% endif %}" + CHAT_TEMPLATE
@@ -100,10 +102,13 @@ def test_thinking_retention_keeps_one_branch_over_a_new_user_turn(tiny_vision_mo
 def test_rows_of_sft_are_rendered_with_the_options(marking: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(marking)
 
-    def tokens(**options: object) -> list[int]:
-        return make_render(tokenizer, ModelConfig(renderer_options=options))(ONE_TURN).token_ids.tolist()
+    def render(**options: object) -> Row:
+        config = SFTConfig(roles=["assistant", "user"])
+        return make_render(tokenizer, ModelConfig(renderer_options=options), config)(Conversation(ONE_TURN))
 
-    assert tokens(mark=True, tool_parser=None) == [tokenizer.eos_token_id, *tokens()]
+    plain, marked = render(), render(mark=True, tool_parser=None)
+    assert marked.token_ids.tolist() == [tokenizer.eos_token_id, *plain.token_ids]
+    assert marked.mask.tolist() == [False, *plain.mask] and plain.mask.sum() == 5, "a text, a reply and its end"
 
 
 def test_episodes_are_rendered_with_the_options(marking: Path) -> None:
