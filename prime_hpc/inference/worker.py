@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from prime_hpc.inference import parameters
 from prime_hpc.inference.receive import (
@@ -101,6 +102,7 @@ def reload_model(model: torch.nn.Module, vllm_config: VllmConfig, tensors: Itera
     Where the tensors end early the model is left usable for another reload, and for nothing else.
     """
     with set_current_vllm_config(vllm_config), torch.no_grad():
+        _pack_experts_anew(model)
         initialize_layerwise_reload(model)
         try:
             model.load_weights(tensors)
@@ -108,6 +110,16 @@ def reload_model(model: torch.nn.Module, vllm_config: VllmConfig, tensors: Itera
             finalize_layerwise_reload(model, vllm_config.model_config)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """On a CPU experts lie in memory as their kernel packs them, and vLLM packs them only where it makes the kernel."""
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
