@@ -26,8 +26,9 @@ from prime_hpc.models.degrees import choose_degrees
 from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import named_weights
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.weights_files import FileWriter, make_directory
 from prime_hpc.transport.weights import Delta, WeightsManifest, entry_of, read_manifest, verify, write_manifest
 from tools.bench_weights import SHAPES

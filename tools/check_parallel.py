@@ -33,9 +33,10 @@ from prime_hpc.models.spec import device_peak_flops, train_flops
 from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights, local_part
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.optimizers import build_optimizers
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.row import PackedRow
 
 SLACK = 1.5

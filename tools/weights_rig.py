@@ -29,7 +29,8 @@ from prime_hpc.plan.run_plan import NodeGroup, ProcessPlan, RunPlan
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.bench import initialise
 from prime_hpc.trainer.hf_weights import load_weights
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.weights_writer import WeightsWriter
 from prime_hpc.transport.messages import PolicyVersion
 from tools.forked import Process, Start, start_afresh

@@ -21,8 +21,9 @@ from prime_hpc.trainer.hf_weights import local_part
 from prime_hpc.trainer.loop import forward_backward, open_optimizer
 from prime_hpc.trainer.measure import Stopwatch, peak_flops, performance, summarise
 from prime_hpc.trainer.memory.report import memory_by_category
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.optim import GuardedOptimizer
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.profiler import StepProfiler
 from prime_hpc.transport.arrays import Array
 from prime_hpc.transport.messages import PolicyVersion, RankBatch, Sample

@@ -3,7 +3,7 @@
 import torch
 
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.transport.weights import Canary
 

@@ -26,7 +26,7 @@ from prime_hpc.cluster.files import appears
 from prime_hpc.cluster.role import Role
 from prime_hpc.errors import ConfigProblem, ConfigurationError, CorruptData, InfrastructureFailure
 from prime_hpc.trainer.distributed import World, gather
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.transport import checkpoints
 from prime_hpc.transport.checkpoints import CheckpointManifest
 from prime_hpc.transport.messages import StepReport

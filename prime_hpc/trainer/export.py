@@ -17,7 +17,8 @@ from prime_hpc.config.schema import parse
 from prime_hpc.models.lora import adapter_of
 from prime_hpc.trainer.hf_weights import load_tensors, named_weights
 from prime_hpc.trainer.lora import make_peft_folder, merge, peft_tensors
-from prime_hpc.trainer.model import PolicyModel, build_on_meta
+from prime_hpc.trainer.model import build_on_meta
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.weights_files import divide, save_tensors, write_index
 from prime_hpc.trainer.weights_writer import describe_model
 from prime_hpc.transport import checkpoints

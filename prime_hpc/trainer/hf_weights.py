@@ -16,7 +16,7 @@ from prime_hpc.models.conversion import Conversion, Piece
 from prime_hpc.models.decoder import CausalLM
 from prime_hpc.models.lora import adapter_of
 from prime_hpc.models.tensor_index import locate
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 
 
 def load_weights(model: PolicyModel | CausalLM, directory: Path) -> None:

@@ -18,9 +18,10 @@ from prime_hpc.trainer.lora import initialise
 from prime_hpc.trainer.measure import BatchResult, BatchTotals, Stopwatch, performance, summarise
 from prime_hpc.trainer.memory.accumulation import hold_gathered
 from prime_hpc.trainer.memory.states import keep_on_host
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.optim import WHOLE, GuardedOptimizer
 from prime_hpc.trainer.optimizers import build_optimizers
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.profiler import StepProfiler
 from prime_hpc.trainer.record_source import RecordSource
 from prime_hpc.trainer.row import PackedRow

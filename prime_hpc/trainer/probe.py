@@ -6,7 +6,7 @@ from torch import Tensor
 
 from prime_hpc.config.trainer import SFTProbe
 from prime_hpc.trainer.distributed import World, gather
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.sft_data import Row
 
 

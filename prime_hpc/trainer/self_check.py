@@ -10,7 +10,8 @@ from torch import Tensor
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.trainer.distributed import World
-from prime_hpc.trainer.model import HFPolicy, PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
+from prime_hpc.trainer.policy_hf import HFPolicy
 from prime_hpc.trainer.row import PackedRow
 
 LENGTHS = [7, 12, 9]

@@ -9,7 +9,7 @@ from prime_hpc.config.trainer import SFTConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.observe.monitor import Monitor, read_metrics
 from prime_hpc.trainer.distributed import World, gather
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.probe import Probe
 from prime_hpc.trainer.sft_batches import Packing, RowPacker, open_together
 from prime_hpc.trainer.sft_data import Render, load_tokenizer, make_render

@@ -4,7 +4,7 @@ import torch
 
 from prime_hpc.algorithms.losses import MicroBatchTensors
 from prime_hpc.trainer.distributed import World, gather
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.sft_batches import RowPacker
 from prime_hpc.trainer.sft_order import Draw

@@ -27,7 +27,7 @@ from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import named_weights
 from prime_hpc.trainer.lora import merge
 from prime_hpc.trainer.lora import whole as whole_values
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.transport import delta
 from prime_hpc.transport.tensor_files import FileLayout
 from prime_hpc.transport.weights import DELTA_SUFFIX, FileEntry, TensorEntry

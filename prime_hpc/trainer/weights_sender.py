@@ -13,7 +13,7 @@ from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.plan.run_plan import ProcessPlan, RunPlan
 from prime_hpc.trainer.distributed import World, gather, listen
 from prime_hpc.trainer.hf_weights import named_weights
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.weights_files import FileWriter, group
 from prime_hpc.transport.buckets import Layout, digest, pack, sums_of
 from prime_hpc.transport.links import Link, announce, go_key, open_link, ready_key, wait_until

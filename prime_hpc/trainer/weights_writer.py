@@ -16,7 +16,7 @@ from prime_hpc.config.sections import ModelConfig
 from prime_hpc.trainer.canary import CanaryScorer
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.lora import make_peft_folder, peft_tensors
-from prime_hpc.trainer.model import PolicyModel
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.weights_files import FileWriter, Written, make_directory, save_tensors
 from prime_hpc.trainer.weights_sender import StreamSender
 from prime_hpc.transport import weights

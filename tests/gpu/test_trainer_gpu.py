@@ -12,8 +12,9 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.row import PackedRow
 from tests.trainer_support import make_run
 

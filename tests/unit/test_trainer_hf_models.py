@@ -18,8 +18,9 @@ from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World
 from prime_hpc.trainer.hf_weights import load_weights, named_weights
 from prime_hpc.trainer.lora import whole
-from prime_hpc.trainer.model import PolicyModel, build_on_meta, build_policy
+from prime_hpc.trainer.model import build_on_meta, build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.probe import sample_replies
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.self_check import check_scores

@@ -25,8 +25,9 @@ from prime_hpc.models.degrees import Degrees
 from prime_hpc.trainer.distributed import World, gather
 from prime_hpc.trainer.hf_weights import load_weights
 from prime_hpc.trainer.memory.accumulation import hold_gathered
-from prime_hpc.trainer.model import PolicyModel, build_policy
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
+from prime_hpc.trainer.policy import PolicyModel
 from prime_hpc.trainer.probe import sample_replies
 from prime_hpc.trainer.row import PackedRow
 from tests.models_support import save_model as save_native
