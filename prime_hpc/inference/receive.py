@@ -74,15 +74,15 @@ def check_complete(given: Shapes, model: Path, origin: Path) -> None:
 
 
 def required_shapes(model: Path) -> Shapes:
-    """Tensors that every version must hold: those of the model's files but for a head that is the embedding again and
-    layers past the last one, which serve speculative decoding."""
+    """Tensors that every version must hold: those of the model's files but for a head that is the embedding again, and
+    for layers past the last one and modules `mtp`, which serve speculative decoding."""
     config = json.loads((model / "config.json").read_text())
     config = config.get("text_config", config)
     shapes = {name: shape for path in model.glob("*.safetensors") for name, shape in read_shapes(path).items()}
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     layers = config.get("num_hidden_layers", 0)
-    return {name: shape for name, shape in shapes.items() if _layer(name) < layers}
+    return {name: shape for name, shape in shapes.items() if _layer(name) < layers and not name.startswith("mtp.")}
 
 
 def _layer(name: str) -> int:

@@ -33,7 +33,8 @@ WORDS = ("amber birch cedar coral delta ember fjord flint grove haven heron indi
 RESUMABLE = ("max_steps", "resume", "run", "launcher", "cluster", "recovery", "pause", "monitor", "guard", "checkpoint",
              "env.eval", "env.workers", "env.rollouts_per_worker", "env.error_budget", "inference", "update",
              "trainer.ranks", "trainer.threads", "trainer.parallel", "trainer.share_gpu", "trainer.env",
-             "trainer.profile", "orchestrator.max_inflight", "orchestrator.progress_every_s")  # fmt: skip
+             "trainer.profile", "trainer.self_check", "trainer.linear_attn", "orchestrator.max_inflight",
+             "orchestrator.progress_every_s")  # fmt: skip
 """Keys (and everything below them) that may change when a run is resumed."""
 
 
@@ -144,7 +145,7 @@ def _refuse_changes(manifest: CheckpointManifest, config: RunConfig) -> None:
     if changed:
         problems = [ConfigProblem(k, now.get(k), f"{before.get(k)!r} as in the checkpoint") for k in changed]
         raise ConfigurationError(problems, f"a resumed run may change only {', '.join(RESUMABLE)}; for anything else "
-                                 "start a new run from what python -m prime_hpc.export makes of it")  # fmt: skip
+                                 "begin a new run from the checkpoint: start_from.path=RUN")  # fmt: skip
 
 
 def _may_change(key: str) -> bool:

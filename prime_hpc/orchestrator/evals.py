@@ -95,7 +95,7 @@ class Evaluator:
     def close(self) -> None:
         """Give up what runs, and start nothing more."""
         self._closed = True
-        self.cancel_where(lambda _: True, "the run leaves; it is repeated when the run goes on")
+        self.cancel_where(lambda _: True, "the run leaves; what is due at a step is repeated when it goes on")
 
     def cancel_where(self, hopeless: Callable[[PolicyVersion], bool], why: str) -> None:
         """Give up evaluations that began at such a version."""

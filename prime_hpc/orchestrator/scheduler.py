@@ -157,7 +157,8 @@ class Scheduler:
         self._tasks[group.group_id] = tasks.create_task(self._run_group(group))
 
     async def _run_group(self, group: Group) -> None:
-        missing = range(len(group.done), group.size)
+        ended = {int(done.rollout.rollout_id.rpartition("-")[2]) for done in group.done}
+        missing = [i for i in range(group.size) if i not in ended]  # they end in any order
         async with asyncio.TaskGroup() as rollouts:
             for i in missing:
                 rollouts.create_task(self._run_rollout(group, f"{group.group_id}-{i}"))

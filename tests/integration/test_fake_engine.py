@@ -321,6 +321,6 @@ def test_tokens_that_are_held_back_are_stamped_when_the_version_changes(tmp_path
 
 def test_required_tensors_leave_out_what_is_never_published(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true, "num_hidden_layers": 2}')
-    names = ["model.embed_tokens.weight", "model.layers.1.a", "model.layers.2.a", "lm_head.weight"]
+    names = ["model.embed_tokens.weight", "model.layers.1.a", "model.layers.2.a", "mtp.layers.0.a", "lm_head.weight"]
     save_file({name: np.zeros((2, 3), np.float32) for name in names}, tmp_path / "model.safetensors")
     assert required_shapes(tmp_path) == {"model.embed_tokens.weight": [2, 3], "model.layers.1.a": [2, 3]}
