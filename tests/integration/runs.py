@@ -108,7 +108,7 @@ class LocalRun(RunDirectory):
     def wait_for_step(self, step: int) -> None:
         """Return once the run has reported step `step`; fails where it ends before."""
         while self.process.poll() is None:
-            if any(int(found) >= step for found in re.findall(r"\| step (\d+)", self._output.read_text())):
+            if any(int(found) >= step for found in re.findall(r"step (\d+)/", self._output.read_text())):
                 return
             time.sleep(0.05)
         raise AssertionError(f"the run ended before step {step}: {self.log('orchestrator-0')[-3000:]}")
