@@ -16,7 +16,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.recovery import FailurePolicy
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import LauncherConfig
-from prime_hpc.config.trainer import ReplayConfig
+from prime_hpc.config.trainer import ProfileConfig, ReplayConfig
 from prime_hpc.launchers.prepare import RunStart
 from prime_hpc.launchers.registry import launch_plan
 from prime_hpc.observe.monitor import read_metrics
@@ -40,11 +40,12 @@ def start_of(run: Path, step: int) -> RunStart:
 
 def _config(config: RunConfig, paths: RunPaths, step: int) -> RunConfig:
     section = replace(config.run, output_dir=str(paths.root / "replay"), name=f"step_{step}-{time.time_ns()}")
-    trainer = replace(config.trainer, replay=ReplayConfig(rollouts=str(paths.rollouts), until=step))
+    replay = ReplayConfig(rollouts=str(paths.rollouts), until=step)
+    trainer = replace(config.trainer, replay=replay, profile=ProfileConfig())
     checkpoint = replace(config.checkpoint, every=0)
     recovery = replace(config.recovery, trainer=FailurePolicy(on_failure="stop"))
     return replace(config, mode="replay", run=section, trainer=trainer, checkpoint=checkpoint, recovery=recovery,
-                   launcher=LauncherConfig())  # fmt: skip
+                   guard={}, launcher=LauncherConfig())  # fmt: skip
 
 
 def main() -> None:

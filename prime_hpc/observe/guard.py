@@ -17,9 +17,10 @@ from prime_hpc.errors import CorruptData, nearest_name
 NAME = "the guard"
 """Who asks, where it has a run save and leave."""
 SETTLED = 5
-"""Rows after which a metric that was in none of them is taken to be misspelt."""
-LATER = ("eval/", "probe/")
-"""Metrics that may come in later rows only."""
+"""Rows of steps after which a metric that was in none of them is taken to be misspelt."""
+EVALUATION = "eval/"
+LATER = (EVALUATION, "probe/", "val/", "errors/", "cancelled/", "dropped/", "update/canary", "time/save")
+"""Metrics that may come in later rows only, as what they tell of comes now and then, or never."""
 
 
 @dataclass
@@ -41,10 +42,12 @@ class Guard:
         self._seen: set[str] = set()
         self._rows = 0
         self._written: list[str] = []
+        self._paused = read_changes(role.paths).paused
         role.paths.guard.unlink(missing_ok=True)  # of a start before, whose counts are gone
 
     def take(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """The metrics of a row of `step`, in which null stands for a value that is not finite."""
+        self._begin_anew_after_a_pause()
         for metric, limit in self._limits.items():
             if metric in metrics:
                 self._standing.pop(_stranger(metric), None)
@@ -53,6 +56,14 @@ class Guard:
         if self._written != (warnings := list(self._standing.values())):
             self._written = warnings
             write_json(self._role.paths.guard, {"warnings": warnings})
+
+    def _begin_anew_after_a_pause(self) -> None:
+        """Forget the values before and during a pause that is over."""
+        if self._paused and not read_changes(self._role.paths).paused:
+            self._paused = False
+            for metric in self._limits:
+                self._counts[metric] = _Count()
+                self._standing.pop(metric, None)
 
     def _judge(self, step: int, metric: str, value: float | None, limit: Limit) -> None:
         count = self._counts[metric]
@@ -74,16 +85,19 @@ class Guard:
     def _act(self, limit: Limit, words: str) -> None:
         paths, log = self._role.paths, self._role.log
         log.warning("guard: %s", words)
-        if limit.action == "pause" and not (live := read_changes(paths)).paused:
-            write_live(paths.live, msgspec.structs.replace(live, paused=True, why=words))
+        if limit.action == "pause":
+            self._paused = True
+            if not (live := read_changes(paths)).paused:
+                write_live(paths.live, msgspec.structs.replace(live, paused=True, why=words))
         elif limit.action == "stop":
             control.ask(paths.control, "drain", words, by=NAME)
 
     def _look_for_strangers(self, metrics: Mapping[str, float | None]) -> None:
-        """Say, once, which metrics of the configuration were in none of the first rows."""
+        """Say, once, which metrics of the configuration were in none of the first rows of steps."""
         self._seen |= metrics.keys()
-        self._rows += 1
-        if self._rows != SETTLED:
+        of_step = not all(name.startswith(EVALUATION) for name in metrics)
+        self._rows += of_step
+        if not of_step or self._rows != SETTLED:
             return
         for metric in self._given.keys() & self._limits.keys() - self._seen:
             if not metric.startswith(LATER):

@@ -97,6 +97,18 @@ def test_a_pause_says_why_and_counts_anew_once_it_is_over(role, caplog, capsys) 
     assert read_live(run.paths.live).paused
 
 
+def test_values_before_the_end_of_a_pause_do_not_count_after_it(role) -> None:
+    run = role(loss={"above": 5, "steps": 3, "action": "pause"})
+    monitor = Monitor(run)
+    log(monitor, "loss", 9, 9, 9, 9, 9)  # the last two are of batches that were sampled before
+    assert read_live(run.paths.live).paused
+    tune.main([str(run.paths.root), "paused=false"])
+    log(monitor, "loss", 9, 9, first=6)
+    assert not read_live(run.paths.live).paused and read_warnings(run.paths) == []
+    log(monitor, "loss", 9, first=8)
+    assert read_live(run.paths.live).why == "loss = 9 at step 8, above 5 for 3 values in a row"
+
+
 def test_a_stop_asks_for_a_drain(role) -> None:
     run = role("sft", loss={"above": 5, "action": "stop"})
     log(Monitor(run), "loss", 1, 9)
@@ -114,6 +126,18 @@ def test_metrics_that_do_not_come_are_told_with_the_nearest(role, caplog) -> Non
     assert read_warnings(run.paths) == said(caplog)
     monitor.log(8, {"mismatch/absmean": 0.5})
     assert read_warnings(run.paths) == [], "it came after all"
+
+
+def test_metrics_that_come_now_and_then_and_rows_of_evaluations_alarm_nobody(role, caplog) -> None:
+    names = ("val/loss", "errors/environment", "cancelled/stale", "dropped/stale", "update/canary", "late")
+    monitor = Monitor(role(**{name: {"above": 1} for name in names}))
+    for source in range(6):
+        monitor.log(0, {f"eval/{source}/reward": 1.0})
+    for step in range(1, 5):
+        monitor.log(step, {"loss": 1.0})
+    assert said(caplog) == []
+    monitor.log(5, {"loss": 1.0})
+    assert said(caplog) == ["no row has had the metric 'late' yet"]
 
 
 def test_a_process_that_starts_again_counts_anew(role) -> None:
