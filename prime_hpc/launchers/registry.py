@@ -26,6 +26,7 @@ def launch_plan(start: RunStart) -> int:
         check_site(start.plan)
     if launcher.name == "dry_run":
         return _write_only(start, console)
+    refuse_live(start.paths)
     if launcher.on_slurm and not launcher.submit:
         check_allocation(start.plan, os.environ)
     if launcher.on_slurm and launcher.submit:
@@ -63,7 +64,6 @@ def _show(start: RunStart, console: Console) -> None:
 def _submit(start: RunStart, console: Console) -> int:
     """Submit the jobs of the plan; an attempt that Slurm refused never was, nor a run that began with it."""
     is_new = not start.paths.root.exists()
-    refuse_live(start.paths)
     start.write()
     console.print(render(start.plan))
     try:

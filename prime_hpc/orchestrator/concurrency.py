@@ -23,7 +23,8 @@ Decision = Literal["grow", "hold", "trim", "cut"]
 @dataclass(frozen=True)
 class Load:
     """The fleet at one look: KV use of the fullest engine; requests that run and wait; requests preempted since the
-    look before; rollouts in flight, and ended without a failure since the look before."""
+    look before; rollouts in flight, and ended without a failure since the look before; rollouts of evaluations in
+    flight beside them, which no limit holds."""
 
     kv_usage: float
     running: int
@@ -31,13 +32,14 @@ class Load:
     preempted: int
     inflight: int
     completed: int
+    beside: int = 0
 
 
 class Throttle:
     """The limit of rollouts in flight.
 
-    A rollout costs `kv_usage / inflight` of a cache; the limit goes to where the mean cost fills `TARGET` of it. There
-    it settles from below and from above, since the cost does not depend on the limit. A preemption says that a cache is
+    A rollout costs `kv_usage / (inflight + beside)` of a cache; the limit goes to where the mean cost fills `TARGET` of
+    it, less what evaluations take meanwhile. There it settles from below and from above, since the cost does not depend on the limit. A preemption says that a cache is
     full, whatever the gauge showed; the cost at an alarm is remembered for some time. Growth is paid for by rollouts
     that end, so that those which are admitted show their cost before more follow; what is too much leaves by ending,
     and none is killed.
@@ -65,13 +67,13 @@ class Throttle:
         usage = 1.0 if load.preempted else load.kv_usage
         turnover = min(load.completed / load.inflight, 1.0)
         binding = load.inflight + self._group_size > self.limit
-        self._learn(usage / load.inflight, turnover, binding=binding, alarm=usage > ALARM_ABOVE)
+        self._learn(usage / (load.inflight + load.beside), turnover, binding=binding, alarm=usage > ALARM_ABOVE)
         self._queued = self._queued + 1 if load.waiting > QUEUE_ABOVE * load.running else 0
-        if usage > TRIM_ABOVE and self._lower(self._bearable):
+        if usage > TRIM_ABOVE and self._lower(self._bearable - load.beside):
             return "cut" if load.preempted else "trim"
         if self._queued >= QUEUE_PATIENCE and self._lower(load.inflight - load.waiting + QUEUE_LEFT * load.running):
             return "trim"
-        if binding and usage < GROW_BELOW and not load.waiting and self._raise(turnover):
+        if binding and usage < GROW_BELOW and not load.waiting and self._raise(turnover, self._bearable - load.beside):
             return "grow"
         return "hold"
 
@@ -81,10 +83,10 @@ class Throttle:
         self.restart(min(limit, before))
         return self._limit < before
 
-    def _raise(self, turnover: float) -> bool:
+    def _raise(self, turnover: float, bearable: float) -> bool:
         """Whether the limit changed."""
         before = self._limit
-        self.restart(max(before, min(before * GROWTH**turnover, self._bearable)))
+        self.restart(max(before, min(before * GROWTH**turnover, bearable)))
         return self._limit > before
 
     def _learn(self, cost: float, turnover: float, *, binding: bool, alarm: bool) -> None:

@@ -18,6 +18,7 @@ from prime_hpc.observe.monitor import Monitor, read_metrics
 from prime_hpc.observe.preview import Preview
 from prime_hpc.observe.records import BatchManifest, RolloutRecorder, evaluations, read_records, record_path
 from prime_hpc.orchestrator.batches import Batch, BatchShelf
+from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.evals import Evaluation
 from prime_hpc.orchestrator.fleet import UpdateTimes
 from prime_hpc.orchestrator.report import Metrics, batch_metrics, losses, summarise
@@ -115,11 +116,11 @@ class Ledger:
         async with self._changed:
             await self._changed.wait_for(lambda: self._reported >= step)
 
-    async def report_progress(self, scheduler: Scheduler, versions: Versions, runner: Runner) -> None:
+    async def report_progress(self, pool: EnvPool, scheduler: Scheduler, versions: Versions, runner: Runner) -> None:
         """Publish progress and sample idleness until cancelled."""
         while True:
             self._ticks += 1
-            self._idle_ticks += scheduler.inflight == 0
+            self._idle_ticks += pool.inflight == 0
             counts = {"ready": scheduler.ready_rollouts, "inflight": scheduler.inflight}
             self._progress.update(served=versions.served.step, **counts)
             self._role.rendezvous.publish("paused" if runner.paused else "sampling", progress=self._progress,

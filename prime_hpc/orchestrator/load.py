@@ -7,6 +7,7 @@ import httpx
 
 from prime_hpc.cluster.role import Role
 from prime_hpc.orchestrator.concurrency import Load
+from prime_hpc.orchestrator.env_pool import EnvPool
 from prime_hpc.orchestrator.fleet import Fleet
 from prime_hpc.orchestrator.gauges import Gauges, read_gauges
 from prime_hpc.orchestrator.report import Metrics
@@ -20,8 +21,9 @@ READ_S = 5.0
 class LoadControl:
     """Looks at all engines again and again, and moves the scheduler's limit where it is not a number of the user's."""
 
-    def __init__(self, role: Role, fleet: Fleet, scheduler: Scheduler, versions: Versions):
-        self._role, self._fleet, self._scheduler, self._versions = role, fleet, scheduler, versions
+    def __init__(self, role: Role, fleet: Fleet, pool: EnvPool, scheduler: Scheduler, versions: Versions):
+        self._role, self._fleet, self._pool = role, fleet, pool
+        self._scheduler, self._versions = scheduler, versions
         self._http = httpx.AsyncClient()
         self._before: dict[str, Gauges] = {}
         self._served = deque([versions.served] * 2, maxlen=2)
@@ -86,6 +88,7 @@ class LoadControl:
             preempted=preempted if counts else 0,
             inflight=self._scheduler.inflight,
             completed=completed,
+            beside=max(0, self._pool.inflight - self._scheduler.inflight),
         )
 
     def _note(self, load: Load) -> None:

@@ -75,7 +75,7 @@ class Orchestrator:
                 tasks.create_task(self.load.follow()),
                 tasks.create_task(self._follow()),
                 tasks.create_task(self.scheduler.run()),
-                tasks.create_task(self.ledger.report_progress(self.scheduler, self.versions, self.runner)),
+                tasks.create_task(self.ledger.report_progress(self.pool, self.scheduler, self.versions, self.runner)),
                 tasks.create_task(self._watch_drain()),
             ]
             while not self.config.evaluates_alone and self.versions.shipped < self.config.max_steps:
@@ -111,7 +111,7 @@ class Orchestrator:
                                    self.maker.informative)  # fmt: skip
         self.scheduler.restore(self.journal.state)
         self.live = LiveControl(self.role, self.scheduler, self.tasks)
-        self.load = LoadControl(self.role, self.fleet, self.scheduler, self.versions)
+        self.load = LoadControl(self.role, self.fleet, self.pool, self.scheduler, self.versions)
         self.role.rendezvous.publish("sampling")
 
     async def _ship_again(self, batches: Iterable[RecordedBatch]) -> None:

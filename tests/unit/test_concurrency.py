@@ -118,6 +118,15 @@ def test_a_preemption_counts_at_once_and_once() -> None:
     assert throttle.limit < 1.1 * TARGET * 100, "and what it cost is remembered"
 
 
+def test_evaluations_lower_the_limit_while_they_run_and_not_what_rollouts_seem_to_cost() -> None:
+    throttle = Throttle(60, GROUP, 400)
+    assert throttle.observe(Load(0.9, 90, 0, 0, 60, 0, beside=30)) == "trim"
+    assert throttle.limit == round(TARGET * 100) - 30
+    for _ in range(10):
+        throttle.observe(Load(0.4, throttle.limit, 0, 0, throttle.limit, throttle.limit))
+    assert throttle.limit > 60
+
+
 def test_longer_rollouts_lower_the_limit_and_shorter_ones_raise_it_again() -> None:
     throttle, engine = Throttle(100, GROUP, 400), make_engine()
     simulate(throttle, engine, 500)

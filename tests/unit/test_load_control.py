@@ -40,11 +40,11 @@ class Stage:
         self.config = RunConfig(seq_len=100)
         self.config.orchestrator.max_inflight, self.config.update.kv = max_inflight, kv
         self.versions = SimpleNamespace(served=PolicyVersion(0, 0), published=PolicyVersion(0, 0))
-        self.scheduler = Sampling()
+        self.scheduler, self.pool = Sampling(), SimpleNamespace(inflight=40)
         self.told: Told = {}
         engines = [SimpleNamespace(name=name, base_url=name, serving=True) for name in ("a", "b")]
         role = SimpleNamespace(config=self.config, log=logging.getLogger("test"))
-        self.control = LoadControl(role, SimpleNamespace(engines=engines), self.scheduler, self.versions)
+        self.control = LoadControl(role, SimpleNamespace(engines=engines), self.pool, self.scheduler, self.versions)
 
     async def look(self, **told: Gauges | None) -> None:
         self.told = told
@@ -114,6 +114,16 @@ def test_preemptions_of_an_update_do_not_count(stage: Callable[..., Stage], kv: 
             await made.look(a=gauges(preemptions=20), b=gauges(preemptions=20))
         await made.look(a=gauges(preemptions=21), b=gauges(preemptions=20))
         assert made.control.take_metrics()["engines/preempted"] == 1, "once the update is over they do"
+
+    asyncio.run(scenario())
+
+
+def test_what_evaluations_take_is_theirs(stage: Callable[..., Stage]) -> None:
+    async def scenario() -> None:
+        made = stage()
+        made.pool.inflight = 60
+        await made.look(a=gauges(kv_usage=0.95), b=gauges())
+        assert made.scheduler.limit == round(0.7 / (0.95 / 60) - 20)
 
     asyncio.run(scenario())
 

@@ -1,6 +1,7 @@
 """Submission through submitit: one job a batch script, the pickled task beside the results of every step."""
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.errors import InfrastructureFailure
 from prime_hpc.launchers.slurm.allocation import Job, jobs, script_name
 from prime_hpc.launchers.slurm.jobs import LIVE, RunJob
-from prime_hpc.launchers.slurm.queue import state
+from prime_hpc.launchers.slurm.queue import certain_state, state
 from prime_hpc.launchers.slurm.sbatch import render_script, write_scripts
 from prime_hpc.launchers.slurm.task import RoleTask
 from prime_hpc.plan.run_plan import RunPlan
@@ -123,13 +124,16 @@ def _share(plan: RunPlan, job: Job, pickle: Path) -> None:
 
 
 def refuse_live(paths: RunPaths) -> None:
-    """Refuse a new attempt beside the job of an earlier one: both would write into one run.
+    """Refuse a new attempt beside the job of an earlier one, unless that is around this process: both would write into
+    one run.
 
     Raises:
-        InfrastructureFailure: the run's main job waits or runs.
+        InfrastructureFailure: the run's main job waits or runs, or Slurm does not tell.
     """
     first = next(iter((read_json(paths.job) or {}).get("job_ids", [])), None)
-    if first and (now := state(first)) in WORKING:
+    if first in (None, os.environ.get("SLURM_JOB_ID")):
+        return
+    if (now := certain_state(first)) in WORKING:
         raise InfrastructureFailure(f"job {first} of this run is {now.lower()}: wait for it, or end it by "
                                     f"python -m prime_hpc.stop {paths.root}")  # fmt: skip
 
