@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.cluster.files import write_atomic
-from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.commands import cli
 from prime_hpc.errors import CommandLineError, ConfigProblem, InfrastructureFailure, nearest_name
-from prime_hpc.observe.records import evaluated, read_records, record_path, recorded_steps
+from prime_hpc.observe.records import evaluation_folders, read_records, record_path, recorded_steps
+from prime_hpc.observe.run_facts import read_run
 from prime_hpc.observe.selection import Selection
 
 
@@ -29,10 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--evaluation", action="store_true", help="what was sampled to evaluate, in place of batches")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a new file; RUN/export/sft.jsonl when left out")
     args = parser.parse_args(arguments)
-    paths = RunPaths(args.run)
-    folders = evaluated(paths.rollouts) if args.evaluation else [paths.rollouts]
-    out = args.out or paths.root / "export" / "sft.jsonl"
-    return cli.run(lambda: collect(folders, args.source, Selection(args.min_reward, args.best), out))
+
+    def collect_rows() -> int:
+        paths = read_run(args.run).paths
+        folders = evaluation_folders(paths.rollouts) if args.evaluation else [paths.rollouts]
+        out = args.out or paths.root / "export" / "sft.jsonl"
+        return collect(folders, args.source, Selection(args.min_reward, args.best), out)
+
+    return cli.run(collect_rows)
 
 
 def collect(folders: list[Path], source: str | None, selection: Selection, out: Path) -> int:

@@ -92,7 +92,7 @@ def due(folder: Path, points: list[PointResult], gpu_hours: float | None,
 
 def render(points: list[PointResult]) -> Table:
     """A row a point, the highest of the last rewards first, in SFT the lowest of the last losses."""
-    measure = points[0].measure
+    measure = next((point for point in points if point.last is not None), points[0]).measure
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("point", "state", "step", f"{measure}: first", "last", "best", "GPU-hours", "overrides"):
         table.add_column(column, overflow="fold")

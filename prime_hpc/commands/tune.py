@@ -5,7 +5,8 @@
     python -m prime_hpc.commands.tune RUN paused=false optimizer.lr=2e-6 orchestrator.max_staleness=4
 
 Prints all that is in force. The orchestrator takes changes over within seconds and logs them; they hold for later
-attempts too. A pause longer than trainer.batch_timeout_s ends the run.
+attempts too. A pause longer than trainer.batch_timeout_s and env.eval.hold_s together ends the run; after one of the
+guard's that is longer than pause.max_s it saves and leaves.
 """
 
 import argparse

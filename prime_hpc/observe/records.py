@@ -102,9 +102,10 @@ def read_batch(rollouts: Path, step: int) -> tuple[BatchManifest, list[Sample], 
     return manifest, samples, images
 
 
-def evaluated(rollouts: Path) -> list[Path]:
+def evaluation_folders(rollouts: Path) -> list[Path]:
     """The folders of the sources whose evaluations are recorded, by name."""
-    return [rollouts / "evaluations" / name for name in sorted(list_fresh(rollouts / "evaluations"))]
+    found = (evaluations(rollouts, name) for name in sorted(list_fresh(rollouts / "evaluations")))
+    return [path for path in found if path.is_dir()]
 
 
 def evaluations(rollouts: Path, source: str) -> Path:

@@ -21,7 +21,9 @@ def done(name: str, task: str = "t", reply: object = None, source: str = "words"
 
 
 def record(root: Path, *rollouts: tuple[int, RolloutDone], folder: Path | None = None) -> None:
-    recorder = RolloutRecorder(role(root), folder or root / "rollouts")
+    made = role(root)
+    made.paths.plan.write_bytes(made.plan.dump())
+    recorder = RolloutRecorder(made, folder or root / "rollouts")
     for step, rollout in rollouts:
         recorder.add(step, rollout)
     for step in {step for step, _ in rollouts}:
@@ -90,6 +92,7 @@ def test_rows_are_those_that_sft_reads_with_tools(tmp_path: Path):
 
 def test_evaluations_are_collected_apart_and_nothing_is_overwritten(tmp_path: Path, capsys):
     record(tmp_path, (3, done("e")), folder=evaluations(tmp_path / "rollouts", "words"))
+    evaluations(tmp_path / "rollouts", "step_3.jsonl.zst").touch()  # where no source has a folder of its own
     assert main([str(tmp_path)]) == 2
     assert "nothing was sampled yet, or monitor.rollouts is off" in capsys.readouterr().err
     assert main([str(tmp_path), "--evaluation"]) == 0
@@ -103,3 +106,10 @@ def test_evaluations_are_collected_apart_and_nothing_is_overwritten(tmp_path: Pa
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--best", "0"])
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_told_with_the_nearest(tmp_path: Path, capsys):
+    (tmp_path / "mine").mkdir()
+    record(tmp_path / "mine", (1, done("a")))
+    assert main([str(tmp_path / "mien")]) == 2
+    assert "did you mean 'mine'?" in capsys.readouterr().err

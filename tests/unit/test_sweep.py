@@ -99,10 +99,12 @@ def test_points_of_a_fine_tuning_are_compared_by_their_loss(tmp_path: Path, caps
         run.event("start", at=0)
         rows = [{"step": i, "time": 0.0, "loss": loss} for i, loss in enumerate(losses, 1)]
         run.paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("unborn", "high", "low")
+    (tmp_path / "sweep.json").write_text(json.dumps({"points": [{"name": n, "overrides": []} for n in names]}))
     assert command.main([str(tmp_path)]) == 0
-    title, low, high = [line.split() for line in capsys.readouterr().out.splitlines()]
+    title, low, high, unborn = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert title[3:5] == ["loss:", "first"]
-    assert (low[0], low[3:6], high[0]) == ("low", ["2.050"] * 3, "high")
+    assert (low[0], low[3:6], high[0], unborn[0]) == ("low", ["2.050"] * 3, "high", "unborn")
 
 
 def test_points_leave_when_the_budget_is_used_or_their_reward_is_dead(tmp_path: Path) -> None:
