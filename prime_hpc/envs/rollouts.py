@@ -62,21 +62,33 @@ def make_rollout(
     )
     rollout.failure = failure_of_episode(episode) or _invalid_reward(traces)
     if rollout.failure is None:
-        gallery = None if request.evaluate else Gallery(traces)
-        rollout.images = gallery.encoded if gallery else {}
-        rollout.reward = fmean(t.reward for t in traces)
-        rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
-        rollout.phases = _phases(traces)
-        rollout.metrics = _means(traces, lambda t: {name: m for name, m in t.metrics.items() if m is not None})
-        for trace in traces:
-            samples, cut = make_samples(trace, stamps[trace.id], source, seq_len, echo, gallery)
-            rollout.samples += samples
-            rollout.truncated |= cut
-            rollout.seats.append(_seat(trace, len(samples)))
-        for index, sample in enumerate(rollout.samples):
-            sample.sample_id = f"{request.rollout_id}/{index}"
-            sample.adapter = request.adapter
+        _add_scored(rollout, request, traces, stamps, seq_len, echo)
     return rollout
+
+
+def _add_scored(
+    rollout: Rollout,
+    request: RunRollout,
+    traces: list[vf.Trace],
+    stamps: dict[str, list[Stamp]],
+    seq_len: int,
+    echo: Mapping[str, float] | None,
+) -> None:
+    """What only an episode that ended well has: rewards, metrics, samples and seats."""
+    gallery = None if request.evaluate else Gallery(traces)
+    rollout.images = gallery.encoded if gallery else {}
+    rollout.reward = fmean(t.reward for t in traces)
+    rollout.rewards = _means(traces, lambda t: {name: r.score for name, r in t.rewards.items() if r})
+    rollout.phases = _phases(traces)
+    rollout.metrics = _means(traces, lambda t: {name: m for name, m in t.metrics.items() if m is not None})
+    for trace in traces:
+        samples, cut = make_samples(trace, stamps[trace.id], rollout.source, seq_len, echo, gallery)
+        rollout.samples += samples
+        rollout.truncated |= cut
+        rollout.seats.append(_seat(trace, len(samples)))
+    for index, sample in enumerate(rollout.samples):
+        sample.sample_id = f"{request.rollout_id}/{index}"
+        sample.adapter = request.adapter
 
 
 def make_samples(
