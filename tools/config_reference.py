@@ -50,6 +50,9 @@ TYPE_NAMES = {
     types.NoneType: "null",
 }
 
+NAMED_BY = {"guard": "METRIC"}
+"""What the names are of sections that the user names, where it is not plain."""
+
 
 def reference() -> str:
     """The whole page."""
@@ -70,10 +73,15 @@ def _sections(key: str, variants: list[type]) -> Iterator[tuple[str, list[type]]
     shown = set()
     for section in variants:
         for name, hint in typing.get_type_hints(section).items():
-            inner, brackets = sections_in(hint), "[]" if get_origin(hint) is list else ""
+            inner = sections_in(hint)
             if inner and name not in shown:
                 shown.add(name)
-                yield from _sections(f"{key}.{name}{brackets}".lstrip("."), inner)
+                yield from _sections(f"{key}.{name}{_within(name, hint)}".lstrip("."), inner)
+
+
+def _within(name: str, hint: Any) -> str:
+    """What stands for one of several sections in a key."""
+    return {list: "[]", dict: f".{NAMED_BY.get(name, 'NAME')}"}.get(get_origin(hint), "")
 
 
 def _again(key: str, first: str) -> str:
@@ -109,7 +117,7 @@ def _section(title: str, section: type, fields: Sequence[dataclasses.Field]) -> 
 def _stands_alone(hint: Any) -> bool:
     """Whether a field is a section that is always there, or a choice of variants that is."""
     inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return bool(sections_in(inner)) and get_origin(inner) is not list and types.NoneType not in get_args(inner)
+    return bool(sections_in(inner)) and get_origin(inner) not in (list, dict) and types.NoneType not in get_args(inner)
 
 
 def _meanings(section: type) -> dict[str, str]:
@@ -128,7 +136,7 @@ def _meanings(section: type) -> dict[str, str]:
 def _type(hint: Any) -> str:
     """A type in the words of a YAML file."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin not in (list, Annotated) and sections_in(hint):
+    if origin not in (list, dict, Annotated) and sections_in(hint):
         return "section, or null"
     if origin is Annotated:
         return ", ".join([_type(args[0]), *_bounds(hint.__metadata__)])

@@ -10,7 +10,7 @@ import numpy as np
 from prime_hpc.config.algorithm import OPD, OPSD, AlgorithmConfig, CustomAlgorithm, Distillation
 from prime_hpc.config.curriculum import DifficultyPools
 from prime_hpc.config.engine_checks import find_argument_problems
-from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.env import SamplingConfig, SourceConfig, TaskSource
 from prime_hpc.config.fleet_checks import find_fleet_problems
 from prime_hpc.config.frozen_checks import find_frozen_problems
 from prime_hpc.config.loss import CustomLoss, ImportanceLoss, PolicyGradient
@@ -71,6 +71,9 @@ def _start_from(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _guard(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.guard and config.mode in ("serve", "bench", "bench_inference"):
+        yield ConfigProblem("guard", list(config.guard), f"no limit, since mode={config.mode} writes no metrics")
+        return
     for metric, limit in config.guard.items():
         if limit is None:
             continue
@@ -156,7 +159,7 @@ def _sizes(config: RunConfig) -> dict[str, tuple[int, list[AlgorithmConfig]]]:
     sizes: dict[str, tuple[int, list[AlgorithmConfig]]] = {}
     for i, source in enumerate(config.env.train):
         key = f"env.train.{i}.group_size" if source.group_size else "orchestrator.group_size"
-        _, algorithms = sizes.setdefault(key, (source.group_size or config.orchestrator.group_size, []))
+        _, algorithms = sizes.setdefault(key, (own_group_size(config, source), []))
         algorithms.append(source.algorithm or config.algorithm)
     return sizes or {"orchestrator.group_size": (config.orchestrator.group_size, [config.algorithm])}
 
@@ -231,10 +234,6 @@ def _sources(config: RunConfig) -> Iterator[ConfigProblem]:
         if source.runtime.name == "subprocess" and source.runtime.image:
             yield ConfigProblem(f"{key}.runtime.image", source.runtime.image,
                                 "null, or runtime.name=apptainer: a subprocess has no image")  # fmt: skip
-    for i, source in enumerate(config.env.eval.sources):
-        if source.group_size is not None:
-            yield ConfigProblem(f"env.eval.sources.{i}.group_size", source.group_size,
-                                "to be left out: env.eval.rollouts_per_task says it")  # fmt: skip
     yield from _shares(config)
     for i, source in enumerate(config.env.train):
         yield from _pools(f"env.train.{i}.order.pools", source)
@@ -340,7 +339,7 @@ def _bench_inference(config: RunConfig) -> Iterator[ConfigProblem]:
                             f"at most inference.bench.prompt_tokens = {bench.prompt_tokens}")  # fmt: skip
 
 
-def source_name(source: SourceConfig) -> str:
+def source_name(source: TaskSource) -> str:
     """The name of a source in metrics and process names."""
     return source.name or source.id.rpartition(".")[2]
 
@@ -353,14 +352,18 @@ def source_algorithm(config: RunConfig, source: str) -> AlgorithmConfig:
 
 def group_size(config: RunConfig, source: str) -> int:
     """Rollouts of a group of a training source: its own number, or the run's."""
-    own = (s.group_size for s in config.env.train if source_name(s) == source)
-    return next(own, None) or config.orchestrator.group_size
+    own = (own_group_size(config, s) for s in config.env.train if source_name(s) == source)
+    return next(own, config.orchestrator.group_size)
+
+
+def own_group_size(config: RunConfig, source: SourceConfig) -> int:
+    """The same of a source itself."""
+    return source.group_size or config.orchestrator.group_size
 
 
 def largest_group(config: RunConfig) -> int:
     """Rollouts of a group of the training source that has the most."""
-    return max((s.group_size or config.orchestrator.group_size for s in config.env.train),
-               default=config.orchestrator.group_size)  # fmt: skip
+    return max((own_group_size(config, s) for s in config.env.train), default=config.orchestrator.group_size)
 
 
 def sampled_by(config: RunConfig, source: str) -> str | None:
@@ -382,11 +385,11 @@ def _scorer(config: RunConfig, algorithm: AlgorithmConfig) -> str | None:
     return None
 
 
-def source_adapter(config: RunConfig, source: SourceConfig) -> str:
+def source_adapter(config: RunConfig, source: TaskSource) -> str:
     """The adapter that a source samples from; empty where the engines know one policy only."""
     return (source.adapter or config.lora.adapters[0]) if config.lora.served else ""
 
 
-def _all_sources(config: RunConfig) -> list[tuple[str, SourceConfig]]:
-    train = [(f"env.train.{i}", s) for i, s in enumerate(config.env.train)]
+def _all_sources(config: RunConfig) -> list[tuple[str, TaskSource]]:
+    train: list[tuple[str, TaskSource]] = [(f"env.train.{i}", s) for i, s in enumerate(config.env.train)]
     return train + [(f"env.eval.sources.{i}", s) for i, s in enumerate(config.env.eval.sources)]

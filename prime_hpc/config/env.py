@@ -51,8 +51,8 @@ class RuntimeConfig:
 
 
 @dataclass(kw_only=True)
-class SourceConfig:
-    """One stream of tasks: a verifiers environment by id."""
+class TaskSource:
+    """One stream of tasks, trained on or evaluated: a verifiers environment by id."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 
@@ -66,27 +66,33 @@ class SourceConfig:
     """Further fields of the verifiers environment config, e.g. `agent: {max_turns: 4}`."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """Where the programs of its episodes run, unless a seat in `env_args` names a runtime of its own."""
+    num_tasks: Positive | None = None
+    """Use only the first tasks of the taskset."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Sampling parameters."""
+    adapter: str | None = None
+    """The adapter of `lora.adapters` that this source samples from, and trains; the first when left out."""
+
+
+@dataclass(kw_only=True)
+class SourceConfig(TaskSource):
+    """One stream of tasks that the policy is trained on: a verifiers environment by id."""
+
     ratio: Annotated[float, Field(gt=0)] = 1.0
     """Share of this source among the training sources, counted in groups."""
     ratio_schedule: dict[NonNegative, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
     """Shares by step in place of `ratio`, linear between the steps given and constant outside them."""
     order: TaskSampling = field(default_factory=Shuffled)
     """Which of its tasks comes next."""
-    num_tasks: Positive | None = None
-    """Use only the first tasks of the taskset."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Sampling parameters."""
     algorithm: AlgorithmConfig | None = None
-    """Credit assignment of this training source; the run's when left out."""
+    """Credit assignment of this source; the run's when left out."""
     group_size: Positive | None = None
-    """Rollouts of one task of this training source; `orchestrator.group_size` when left out."""
-    adapter: str | None = None
-    """The adapter of `lora.adapters` that this source samples from and trains; the first when left out."""
+    """Rollouts of one task of this source; `orchestrator.group_size` when left out."""
 
 
 @dataclass(kw_only=True)
-class EvalSourceConfig(SourceConfig):
-    """One stream of tasks that the policy is evaluated on."""
+class EvalSourceConfig(TaskSource):
+    """One stream of tasks that the policy is evaluated on: a verifiers environment by id."""
 
     every: NonNegative | None = None
     """Steps between evaluations of this source; `env.eval.every` when left out."""

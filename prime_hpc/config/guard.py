@@ -8,7 +8,8 @@ from prime_hpc.config.sections import FORBID_UNKNOWN, Positive
 
 @dataclass(kw_only=True)
 class Limit:
-    """What a metric may be. A value that is not finite passes no limit; a row without the metric counts for nothing."""
+    """What a metric may be. A value that is not finite is past every limit; a row without the metric counts for
+    nothing."""
 
     __pydantic_config__ = FORBID_UNKNOWN
 

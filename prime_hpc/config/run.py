@@ -86,7 +86,7 @@ class RunConfig:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """What happens when a process dies or hangs."""
     pause: PauseConfig = field(default_factory=PauseConfig)
-    """What happens when too many episodes fail in their environment."""
+    """How long too many failed episodes, or the guard, may hold the run back."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Launcher."""
 

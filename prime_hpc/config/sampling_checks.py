@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.env import SamplingConfig, TaskSource
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.vllm_arguments import sampling_parameters
 from prime_hpc.errors import ConfigProblem, nearest_name
@@ -22,8 +22,8 @@ def find_sampling_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     for i, source in enumerate(config.env.train):
         yield from _training(config, f"env.train.{i}.sampling", source.sampling)
         yield from _extra(config, f"env.train.{i}.sampling.extra", source)
-    for i, source in enumerate(config.env.eval.sources):
-        yield from _extra(config, f"env.eval.sources.{i}.sampling.extra", source)
+    for i, evaluated in enumerate(config.env.eval.sources):
+        yield from _extra(config, f"env.eval.sources.{i}.sampling.extra", evaluated)
 
 
 def reshapes(sampling: SamplingConfig) -> bool:
@@ -42,7 +42,7 @@ def _training(config: RunConfig, key: str, sampling: SamplingConfig) -> Iterator
                             f"less than seq_len = {config.seq_len}, which holds the prompt too")  # fmt: skip
 
 
-def _extra(config: RunConfig, key: str, source: SourceConfig) -> Iterator[ConfigProblem]:
+def _extra(config: RunConfig, key: str, source: TaskSource) -> Iterator[ConfigProblem]:
     own = [field.name for field in fields(SamplingConfig) if field.name != "extra"]
     known = [name for name in sampling_parameters(config) if name not in (*own, *SET_BY_US)]
     for name, value in source.sampling.extra.items():

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from verifiers.v1.clients.train import ElasticRendererPool
 from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
-from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.env import TaskSource
 from prime_hpc.config.renderer import renderer_fields
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.envs.light import without_torch
@@ -47,7 +47,7 @@ class Tasks:
 class Environment:
     """What a worker needs of verifiers."""
 
-    def __init__(self, name: str, source: SourceConfig, model: ModelConfig, scoring_timeout_s: float | None = None):
+    def __init__(self, name: str, source: TaskSource, model: ModelConfig, scoring_timeout_s: float | None = None):
         """Load the environment of the source `name`.
 
         Raises:
@@ -108,7 +108,7 @@ def offer_token(token: str) -> None:
     os.environ[KEY_VARIABLE] = token
 
 
-def environment_config(source: SourceConfig, scoring_timeout_s: float | None = None) -> vf.EnvConfig:
+def environment_config(source: TaskSource, scoring_timeout_s: float | None = None) -> vf.EnvConfig:
     """The verifiers configuration of a source. Seats that name no runtime have the source's, not a remote sandbox;
     those that name no limit of scoring get this one."""
     defaults = {"runtime": verifiers_runtime(source.runtime)}

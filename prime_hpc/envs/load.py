@@ -4,7 +4,7 @@ import importlib.util
 import pkgutil
 from pathlib import Path
 
-from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.env import TaskSource
 from prime_hpc.config.run import RunConfig
 from prime_hpc.errors import ConfigProblem, nearest_name
 
@@ -16,7 +16,7 @@ def find_source_problems(config: RunConfig) -> list[ConfigProblem]:
     return [problem for key, source in keyed for problem in check_source(source, key)]
 
 
-def check_source(source: SourceConfig, key: str = "env.train") -> list[ConfigProblem]:
+def check_source(source: TaskSource, key: str = "env.train") -> list[ConfigProblem]:
     """The problem of a source whose module cannot be found, if there is one; `key` is where it stands."""
     if source.id.endswith(".py"):
         expected = "the name of a module, not of its file, which lies where the launch begins or in PYTHONPATH"

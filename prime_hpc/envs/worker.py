@@ -14,7 +14,7 @@ import zmq.asyncio
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.algorithm import OPSD
 from prime_hpc.config.checks import source_algorithm, source_name
-from prime_hpc.config.env import SourceConfig
+from prime_hpc.config.env import TaskSource
 from prime_hpc.envs.environment import Environment, offer_token
 from prime_hpc.envs.failures import CANCELLED, failure_of_exception, limited
 from prime_hpc.envs.rollouts import conversation, make_rollout, policy_traces
@@ -65,7 +65,7 @@ def run(role: Role) -> None:
             raise group.exceptions[0] from None
 
 
-def _source(role: Role) -> tuple[str, SourceConfig]:
+def _source(role: Role) -> tuple[str, TaskSource]:
     name, env = os.environ["PRIME_HPC_SOURCE"], role.config.env
     sources = env.train if os.environ["PRIME_HPC_SOURCE_KIND"] == "train" else env.eval.sources
     return name, next(source for source in sources if source_name(source) == name)

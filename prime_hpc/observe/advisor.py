@@ -10,7 +10,7 @@ import numpy as np
 
 from prime_hpc.cluster.files import list_fresh
 from prime_hpc.cluster.paths import RunPaths
-from prime_hpc.config.checks import largest_group
+from prime_hpc.config.checks import largest_group, own_group_size
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import gpus_per_replica
 from prime_hpc.observe.monitor import Row, read_metrics
@@ -93,7 +93,7 @@ def setting_of(config: RunConfig) -> Setting:
 
 def _mean_group(config: RunConfig) -> int:
     """Rollouts of a group, where sources have groups of different sizes by their shares."""
-    sizes = [source.group_size or config.orchestrator.group_size for source in config.env.train]
+    sizes = [own_group_size(config, source) for source in config.env.train]
     shares = [source.ratio for source in config.env.train]
     return round(np.average(sizes, weights=shares)) if sizes else config.orchestrator.group_size
 

@@ -39,10 +39,10 @@ class Throttle:
     """The limit of rollouts in flight.
 
     A rollout costs `kv_usage / (inflight + beside)` of a cache; the limit goes to where the mean cost fills `TARGET` of
-    it, less what evaluations take meanwhile. There it settles from below and from above, since the cost does not depend on the limit. A preemption says that a cache is
-    full, whatever the gauge showed; the cost at an alarm is remembered for some time. Growth is paid for by rollouts
-    that end, so that those which are admitted show their cost before more follow; what is too much leaves by ending,
-    and none is killed.
+    it, less what evaluations take meanwhile. There it settles from below and from above, since the cost does not depend
+    on the limit. A preemption says that a cache is full, whatever the gauge showed; the cost at an alarm is remembered
+    for some time. Growth is paid for by rollouts that end, so that those which are admitted show their cost before more
+    follow; what is too much leaves by ending, and none is killed.
     """
 
     def __init__(self, start: int, group_size: int, ceiling: int):

@@ -8,7 +8,7 @@ from typing import Any
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.algorithm import OPSD
 from prime_hpc.config.checks import sampled_by, scored_by, source_adapter, source_algorithm, source_name
-from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.env import SamplingConfig, TaskSource
 from prime_hpc.errors import EnvironmentFailure
 from prime_hpc.orchestrator.budget import ErrorBudget
 from prime_hpc.orchestrator.env_pool import EnvPool
@@ -31,7 +31,7 @@ class Runner:
         self._fleet, self._frozen = fleet, frozen
         self._log = role.log
         sources = [*role.config.env.train, *role.config.env.eval.sources]
-        self._sources: dict[str, SourceConfig] = {source_name(s): s for s in sources}
+        self._sources: dict[str, TaskSource] = {source_name(s): s for s in sources}
         self._budgets = {name: ErrorBudget(name, self._config.env.error_budget, role.log) for name in self._sources}
         self.retries = 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from prime_hpc.cluster.paths import RunPaths
 from prime_hpc.config.checks import source_name
 from prime_hpc.config.cluster import component
+from prime_hpc.config.env import TaskSource
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.config.sizes import components_of, engine_models
@@ -102,7 +103,7 @@ def _process(config: RunConfig, name: str, component: str, index: int, module: s
 
 
 def _environments(config: RunConfig) -> Iterator[ProcessPlan]:
-    sources = [(s, "train", config.env.workers) for s in config.env.train]
+    sources: list[tuple[TaskSource, str, int]] = [(s, "train", config.env.workers) for s in config.env.train]
     evaluators = config.env.workers if config.evaluates_alone else 1
     sources += [(s, "eval", evaluators) for s in config.env.eval.sources]
     for source, kind, workers in sources:

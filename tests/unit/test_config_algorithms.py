@@ -144,10 +144,8 @@ def test_each_size_of_a_group_must_suit_its_algorithm_and_the_batch() -> None:
     config.orchestrator.batch_size, config.orchestrator.max_inflight = 10, 2
     for source, size in zip(config.env.train, (None, 2, 1, 4), strict=True):
         source.group_size = size
-    config.env.eval.sources = [SourceConfig(id="held_out", group_size=3)]
-    assert conflicts(config, ("orchestrator", "env.train", "env.eval")) == [
+    assert conflicts(config, ("orchestrator", "env.train")) == [
         "env.train.2.group_size = 1: expected at least 2: algorithm=grpo compares a group",
         "orchestrator.batch_size = 10: expected a multiple of env.train.3.group_size = 4",
         "orchestrator.max_inflight = 2: expected at least env.train.3.group_size = 4",
-        "env.eval.sources.0.group_size = 3: expected to be left out: env.eval.rollouts_per_task says it",
     ]

@@ -159,3 +159,9 @@ def test_a_number_is_taken_for_text_where_text_is_wanted():
     assert (config.resume, config.run.name) == ("5", "123")
     assert (config.cluster.memory, config.cluster.env) == ("0", {"DEBUG": "1"})
     assert only({"cluster": {"time": 86400}}).expected.startswith("text in quotes"), "YAML reads 24:00:00 as this"
+
+
+@pytest.mark.parametrize("key", ["ratio", "ratio_schedule", "order", "algorithm", "group_size"])
+def test_evaluation_sources_have_no_keys_of_training(key: str) -> None:
+    (problem,) = find_schema_problems({"env": {"eval": {"sources": [{"id": "words", key: 2}]}}})
+    assert problem.key == f"env.eval.sources.0.{key}" and "rollouts_per_task" in problem.expected

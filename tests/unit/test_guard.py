@@ -156,6 +156,7 @@ def test_what_a_mode_cannot_do_and_what_is_no_limit_is_refused() -> None:
     pause = "{loss: {above: 1, action: pause}}"
     assert problems("rl", pause) == {}
     assert problems("sft", pause) == {"guard.loss.action": "warn or stop, which is all that mode=sft can do"}
+    assert problems("serve", pause) == {"guard": "no limit, since mode=serve writes no metrics"}
     assert problems("rl", "{train/all/reward: {above: 1, below: 2}}") == {
         "guard.train/all/reward.below": "less than above = 1"
     }

@@ -9,7 +9,7 @@ import pytest
 from prime_hpc.config import vllm_arguments
 from prime_hpc.config.algorithm import OPD
 from prime_hpc.config.checks import find_conflicts
-from prime_hpc.config.env import SamplingConfig, SourceConfig
+from prime_hpc.config.env import EvalSourceConfig, SamplingConfig, SourceConfig
 from prime_hpc.config.frozen import FrozenModel
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import find_schema_problems
@@ -41,7 +41,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong(prefix: str, train: SamplingConfig, evaluate: SamplingConfig | None = None) -> list[str]:
     config = RunConfig()
     config.env.train = [SourceConfig(id="words", sampling=train)]
-    config.env.eval.sources = [SourceConfig(id="words", name="held_out", sampling=evaluate or SamplingConfig())]
+    config.env.eval.sources = [EvalSourceConfig(id="words", name="held_out", sampling=evaluate or SamplingConfig())]
     return [str(problem) for problem in find_conflicts(config) if problem.key.startswith(prefix)]
 
 
