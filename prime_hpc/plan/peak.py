@@ -82,9 +82,9 @@ def kept_activations(config: RunConfig, hf_config: HFConfig, row_tokens: int, *,
 
 def _chooses(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> bool:
     """Whether a row may have a document that is longer than what indexers choose of it."""
-    top_k = spec.text_of(hf_config).get("index_topk")
+    top_k = spec.text_of(hf_config).get("index_topk") or 0
     native = choose_implementation(config, hf_config) == "native"
-    return bool(top_k) and native and min(row_tokens, config.seq_len) > top_k
+    return native and 0 < top_k < min(row_tokens, config.seq_len)
 
 
 def _score_bytes(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> int:
