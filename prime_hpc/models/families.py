@@ -105,6 +105,9 @@ def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[Confi
     if config.trainer.router_replay:
         expected = f"false, since only native models can replay, and {why}"
         problems.append(ConfigProblem("trainer.router_replay", True, expected))
+    if config.trainer.linear_attn != "auto":
+        expected = f"auto, since only native models choose these kernels, and {why}"
+        problems.append(ConfigProblem("trainer.linear_attn", config.trainer.linear_attn, expected))
     if config.lora.on and "experts" in config.lora.targets and EXPERT_KEYS & hf_config.keys():
         expected = f"targets without experts, whose adapters need a native model, and {why}"
         problems.append(ConfigProblem("lora.targets", config.lora.targets, expected))
