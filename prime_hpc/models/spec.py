@@ -335,11 +335,11 @@ def _state(text: HFConfig) -> int:
 
 def _is_linear(text: HFConfig, layer: int) -> bool:
     """Whether a layer has a gated delta rule."""
-    if not text.get("linear_num_value_heads"):
-        return False
+    sized = bool(text.get("linear_num_value_heads"))
     if text.get("layer_types"):
-        return text["layer_types"][layer] == "linear_attention"
-    return (layer + 1) % text.get("full_attention_interval", 4) != 0
+        known = sized or text.get("model_type") in _GATED_QUERIES
+        return known and text["layer_types"][layer] == "linear_attention"
+    return sized and (layer + 1) % text.get("full_attention_interval", 4) != 0
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
