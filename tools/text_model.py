@@ -35,7 +35,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     found = parser.parse_args(words)
     config = read_json(found.model / "config.json") or {}
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     if text.get("model_type") not in ARCHITECTURES:
         parser.error(f"{found.model} is no checkpoint of Qwen3.5: its model_type is {config.get('model_type')}")
     if missing := missing_weights(found.model):

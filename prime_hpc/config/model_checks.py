@@ -35,7 +35,7 @@ def find_folder_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     if model is None:
         yield ConfigProblem("model.path", config.model.path, "a directory with a readable config.json")
         return
-    text = model.get("text_config", model)
+    text = model.get("text_config") or model
     limit = next((text[key] for key in LENGTH_KEYS if key in text), None)
     if limit and config.seq_len > limit and config.mode != "bench":
         yield ConfigProblem("seq_len", config.seq_len, f"at most {limit}, the limit of {config.model.path}")

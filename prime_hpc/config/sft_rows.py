@@ -33,6 +33,8 @@ class Conversation:
     context: int = 0
     """So many messages at the beginning are a prompt and never trained."""
     place: str = ""
+    key: str = DATA
+    """That of the configuration which names its file."""
 
 
 class RowFile(Protocol):
@@ -131,7 +133,7 @@ def parse_row(row: Any, place: str, key: str) -> Conversation:
     if not messages or not isinstance(messages, list):
         raise _problem(key, place, "a `messages` list that is not empty")
     return Conversation(
-        [_message(message, place, key) for message in messages], _tools(row, place, key), context, place
+        [_message(message, place, key) for message in messages], _tools(row, place, key), context, place, key
     )
 
 

@@ -77,7 +77,7 @@ def required_shapes(model: Path) -> Shapes:
     """Tensors that every version must hold: those of the model's files but for a head that is the embedding again, and
     for layers past the last one and modules `mtp`, which serve speculative decoding."""
     config = json.loads((model / "config.json").read_text())
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     shapes = {name: shape for path in model.glob("*.safetensors") for name, shape in read_shapes(path).items()}
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)

@@ -11,6 +11,7 @@ from prime_hpc.config.json_files import hf_config_of, read_json
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import to_dict
 from prime_hpc.errors import ConfigProblem, ConfigurationError, nearest_name
+from prime_hpc.models.spec import text_of
 from prime_hpc.plan.run_plan import load, read_forks
 from prime_hpc.transport.checkpoints import MANIFEST, find_latest, read_manifest
 
@@ -76,5 +77,5 @@ def _compare(before: dict[str, Any], config: RunConfig) -> str:
     old, new = read_json(Path(before.get("model", {}).get("path", "")) / "config.json"), hf_config_of(config.model)
     if not old or not new:
         return ""
-    old, new = old.get("text_config", old), new.get("text_config", new)
+    old, new = text_of(old), text_of(new)
     return ", ".join(f"{k} {old.get(k)} rather than {new.get(k)}" for k in SIZES if old.get(k) != new.get(k))

@@ -12,31 +12,43 @@ NormKernel = Literal["fused", "composite", "hf"]
 """fused: one kernel, keeps its input (CUDA, and whatever is compiled). composite: keeps the input and the normalised
 states in float32 (native blocks on a CPU). hf: the same in float32 and in the model's dtype (transformers)."""
 
-FLOAT32 = 4
+FLOAT32 = INT32 = 4
 
 
 def kept_bytes(hf_config: HFConfig, dtype_bytes: int, norm: NormKernel, *, joined: bool, split: int = 1,
-               compiled: bool = False) -> list[int]:  # fmt: skip
+               compiled: bool = False, chosen: bool = False) -> list[int]:  # fmt: skip
     """Bytes of each layer for one token.
 
     Args:
         dtype_bytes: of the computation.
         joined: attention runs document by document, so that its output exists in parts and joined.
         split: ranks that share heads and channels of MLPs (tensor parallelism); the residual stream is whole on each.
+        chosen: indexers choose among the keys, as a document is longer than their choice.
     """
-    gated = 3 if compiled else 4
-    return [_layer(widths, dtype_bytes, norm, joined, split, gated) for widths in layer_widths(hf_config)]
+    gated, layers = 3 if compiled else 4, layer_widths(hf_config, chosen=chosen)
+    return [_layer(widths, dtype_bytes, norm, joined and not chosen, split, gated) + INT32 * widths.choice
+            for widths in layers]  # fmt: skip
 
 
-def input_bytes(hf_config: HFConfig, dtype_bytes: int) -> list[int]:
-    """Bytes of each layer for one token where the layer is computed anew in the backward pass: its input alone."""
-    return [widths.hidden * dtype_bytes for widths in layer_widths(hf_config)]
+def input_bytes(hf_config: HFConfig, dtype_bytes: int, *, chosen: bool = False) -> list[int]:
+    """Bytes of each layer for one token where the layer is computed anew in the backward pass: its input, and keys that
+    it chose for the next layer, too."""
+    layers = layer_widths(hf_config, chosen=chosen)
+    return [widths.hidden * dtype_bytes + INT32 * widths.shared_choice for widths in layers]
 
 
-def product_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, compiled: bool = False) -> list[int]:
+def product_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, compiled: bool = False,
+                  chosen: bool = False) -> list[int]:  # fmt: skip
     """Bytes of each layer for one token where its input and the outputs of its products and of attention are kept, and
     all else is computed anew. Compiled, the last product of a dense block is left out, as no gradient needs it."""
-    return [dtype_bytes * _products(widths, split, compiled) for widths in layer_widths(hf_config)]
+    layers = layer_widths(hf_config, chosen=chosen)
+    return [dtype_bytes * _products(widths, split, compiled) + INT32 * widths.choice for widths in layers]
+
+
+def score_bytes(heads: int, keys: int, dtype_bytes: int, *, split: int = 1) -> int:
+    """Bytes of a layer for one token where attention keeps its scores of `keys` keys: in float32, of which their
+    softmax is taken, and in the dtype of the computation where that is another."""
+    return heads // split * keys * (FLOAT32 + dtype_bytes * (dtype_bytes < FLOAT32))
 
 
 def backward_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, compiled: bool = False) -> list[int]:
@@ -49,14 +61,16 @@ def backward_bytes(hf_config: HFConfig, dtype_bytes: int, *, split: int = 1, com
 
 def _products(widths: Widths, split: int, compiled: bool) -> int:
     last = widths.routed or (0 if compiled else 1)
-    attention = widths.query + widths.key + widths.value + widths.latent + widths.out + widths.gate
+    attention = widths.query + widths.key + widths.value + widths.latent + widths.out + widths.gate + widths.absorbed
     return (2 + last) * widths.hidden + (attention + 2 * widths.feed_forward) // split
 
 
 def _layer(widths: Widths, dtype_bytes: int, norm: NormKernel, joined: bool, split: int, gated: int) -> int:
     heads = widths.query + widths.key
     normed = widths.norms * widths.hidden + heads * widths.norms_vectors + heads * widths.norms_heads // split
-    attention = widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1)
+    attention = (
+        widths.query + widths.key + widths.value + widths.latent + widths.out * (2 if joined else 1) + widths.absorbed
+    )
     attention += 2 * widths.gate  # what it multiplies is counted, the gate and the product are not
     channels = 2 * widths.hidden + (attention + gated * widths.feed_forward) // split
     # rows sent to the experts, and what came back before it is weighted

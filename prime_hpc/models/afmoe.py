@@ -13,7 +13,7 @@ from prime_hpc.models.moe import MixtureOfExperts, Routing
 from prime_hpc.models.rotary import Rotation, head_dim_of, rotate
 
 
-class GatedAttention(Attention):
+class OutputGatedAttention(Attention):
     """Attention whose output is multiplied by a sigmoid gate, channel by channel. Only in layers with a window are
     heads turned."""
 
@@ -36,7 +36,7 @@ def build_block(config: PreTrainedConfig, layer: int) -> Block:
     """The first `num_dense_layers` layers are dense."""
     dense = layer < config.num_dense_layers
     mlp = SwiGLU(config.hidden_size, config.intermediate_size) if dense else _build_experts(config)
-    attention = GatedAttention(config, window_of(config, layer))
+    attention = OutputGatedAttention(config, window_of(config, layer))
     return SandwichBlock(config.hidden_size, config.rms_norm_eps, attention, mlp)
 
 

@@ -12,7 +12,7 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sizes import components_of
 from prime_hpc.errors import ConfigProblem
 from prime_hpc.models import traits
-from prime_hpc.models.spec import HFConfig
+from prime_hpc.models.spec import WINDOWS, HFConfig
 
 if TYPE_CHECKING:
     from prime_hpc.models.family import Family
@@ -33,12 +33,8 @@ MODULES = {
     "qwen3_5_text": "prime_hpc.models.qwen3_5",
     "qwen3_moe": "prime_hpc.models.qwen3_moe",
 }
-WINDOWED = ("afmoe", "gemma3_text", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Those of them whose layers may have sliding windows."""
 SEEING = ("qwen3_vl",)
 """Image-text models, all of transformers."""
-TOWERED = ("qwen3_5", "qwen3_5_moe")
-"""Image-text models of which only the text is trained, once it was taken out."""
 IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Where a model's image processor is described; the second describes others beside it."""
 EXPERT_KEYS = {"num_experts", "n_routed_experts", "num_local_experts"}
@@ -57,13 +53,13 @@ def load_family(model_type: str) -> Family:
 def find_obstacle(hf_config: HFConfig) -> str | None:
     """Why a model cannot run on an implementation of our own, or None if it can."""
     model_type = hf_config.get("model_type")
-    if model_type in TOWERED:
+    if model_type in traits.TEXT_ALONE:
         return (
             f"{model_type} has a vision tower (`python -m tools.text_model FOLDER --out TEXT` takes the text model out)"
         )
     if model_type not in MODULES:
         return f"{model_type} is not among {', '.join(MODULES)}"
-    if model_type not in WINDOWED and _slides(hf_config):
+    if model_type not in WINDOWS and _slides(hf_config):
         return "it has sliding-window attention"
     activation, expected = _activation(hf_config)
     if activation != expected:
@@ -109,10 +105,19 @@ def _native_only(config: RunConfig, hf_config: HFConfig, why: str) -> list[Confi
     if config.trainer.router_replay:
         expected = f"false, since only native models can replay, and {why}"
         problems.append(ConfigProblem("trainer.router_replay", True, expected))
+    if config.trainer.linear_attn != "auto":
+        expected = f"auto, since only native models choose these kernels, and {why}"
+        problems.append(ConfigProblem("trainer.linear_attn", config.trainer.linear_attn, expected))
     if config.lora.on and "experts" in config.lora.targets and EXPERT_KEYS & hf_config.keys():
         expected = f"targets without experts, whose adapters need a native model, and {why}"
         problems.append(ConfigProblem("lora.targets", config.lora.targets, expected))
     return problems
+
+
+def runs_eager(config: RunConfig, hf_config: HFConfig) -> bool:
+    """Whether a model of transformers runs its eager attention."""
+    wanted = config.trainer.attn
+    return wanted == "eager" or (wanted == "auto" and traits.needs_eager(hf_config) is not None)
 
 
 def runs_one_by_one(config: RunConfig, hf_config: HFConfig) -> bool:

@@ -16,7 +16,7 @@ def build_block(config: GlmMoeDsaConfig, layer: int) -> Block:
     """`indexer_types` names the layers that choose for themselves; the first `first_k_dense_replace` are dense."""
     types = config.indexer_types or []
     chooser = max(i for i in range(layer + 1) if types[i] == "full")
-    attention = LatentAttention(config, layer, indexer=chooser)
+    attention = LatentAttention(config, layer, indexer=chooser, shared="shared" in types[layer + 1 : layer + 2])
     return Block(config.hidden_size, config.rms_norm_eps, attention, build_mlp(config, layer))
 
 

@@ -40,9 +40,11 @@ class LatentAttention(nn.Module):
 
     Args:
         indexer: the layer whose indexer chooses; None for attention over all tokens. Its own in layer `layer`.
+        shared: the next layer takes what this one's indexer chooses.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer: int, *, indexer: int | None = None, pairs: bool = True):
+    def __init__(self, config: PreTrainedConfig, layer: int, *, indexer: int | None = None, shared: bool = False,
+                 pairs: bool = True):  # fmt: skip
         super().__init__()
         hidden, self.heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         self.sizes = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -60,7 +62,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(rank, eps=eps)
         self.kv_b_proj = nn.Linear(rank, self.heads * (self.sizes[0] + self.value_dim), bias=False)
         self.o_proj = nn.Linear(self.heads * self.value_dim, hidden, bias=bias)
-        self._layer, self._source = layer, indexer
+        self._layer, self._source, self._shared = layer, indexer, shared
         self.indexer = Indexer(config) if indexer == layer else None
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -82,7 +84,8 @@ class LatentAttention(nn.Module):
         """A layer without an indexer takes what the one before it chose."""
         if self.indexer is None:
             return attend.kept(self._source)
-        return attend.keep(self._layer, self.indexer(x, origin, rotation, attend))
+        chosen = self.indexer(x, origin, rotation, attend)
+        return attend.keep(self._layer, chosen) if self._shared else chosen
 
     def _attend_to_all(self, plain: Tensor, turned: Tensor, latent: Tensor, key: Tensor, attend: Attend) -> Tensor:
         """Values as long as keys, which not every kernel and no ring does without."""

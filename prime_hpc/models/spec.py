@@ -1,11 +1,13 @@
 """What a model costs, from the dictionary of its config.json alone: parameters, FLOPs, bytes of KV cache.
 
 Covers decoder-only transformers: dense and mixture-of-experts, grouped-query and latent attention, gated delta rules
-between layers of attention. Of a composite (vision-language) config only the text model counts.
+between layers of attention. What else mixes tokens (state spaces, convolutions, other linear attention) is taken for
+attention. Of a composite (vision-language) config only the text model counts.
 """
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 HFConfig = dict[str, Any]
@@ -39,9 +41,11 @@ _GATED = ("afmoe",)
 """Model types with a gate on the output of attention."""
 _SANDWICHED = ("afmoe", "gemma3_text")
 """Model types with norms on both sides of attention and MLP."""
-_TIED = ("gemma3_text",)
+_ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text", *_GATED_QUERIES)
+"""Model types whose norms multiply by 1 + weight, in float32."""
+_TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "lfm2", "lfm2_moe", "recurrent_gemma")
 """Model types whose embeddings are tied where a configuration does not say so."""
-_WINDOWS = {
+WINDOWS = {
     "afmoe": 1024,
     **dict.fromkeys(("gemma3_text", "mistral", "ministral", "qwen2", "qwen3", "qwen3_moe"), 4096),
 }
@@ -115,14 +119,14 @@ def _choice_flops(text: HFConfig, seq_lens: list[int]) -> int:
 def layer_windows(hf_config: HFConfig) -> list[int | None]:
     """For each layer, how many tokens a token sees, itself the last; None where all of its past."""
     text = _text(hf_config)
-    window = text.get("sliding_window", _WINDOWS.get(text.get("model_type", "")))
+    window = text.get("sliding_window", WINDOWS.get(text.get("model_type", "")))
     return [window if _slides(text, i) else None for i in range(text["num_hidden_layers"])]
 
 
 def _slides(text: HFConfig, layer: int) -> bool:
     """The rules of the known families."""
     kind = text.get("model_type")
-    if kind not in _WINDOWS:
+    if kind not in WINDOWS:
         return False
     if text.get("layer_types"):
         return text["layer_types"][layer] == "sliding_attention"
@@ -148,7 +152,28 @@ def kv_bytes_per_token(hf_config: HFConfig, dtype_bytes: int) -> int:
         values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     else:
         values = 2 * _kv_heads(text) * _head_dim(text)
-    return (text["num_hidden_layers"] - linear_layers(text)) * values * dtype_bytes
+    return (text["num_hidden_layers"] - linear_layers(text)) * values * dtype_bytes + _indexer_bytes(text)
+
+
+def _indexer_bytes(text: HFConfig) -> int:
+    """Of the keys of one token by which indexers choose: in FP8, with a scale in float32 for 128 channels each."""
+    dim = text.get("index_head_dim") or 0
+    return sum(_chooses(text, i) for i in range(text["num_hidden_layers"])) * (dim + 4 * ceil(dim / 128))
+
+
+def state_bytes(hf_config: HFConfig, dtype_bytes: int) -> int:
+    """Bytes that an engine keeps of one sequence, however long: states of delta rules in float32, and the tokens that
+    their convolutions look back at."""
+    text, linear = _text(hf_config), linear_layers(hf_config)
+    if not linear:
+        return 0
+    keys, values = _linear_dims(text)
+    return linear * (4 * _state(text) + (text["linear_conv_kernel_dim"] - 1) * (2 * keys + values) * dtype_bytes)
+
+
+def zero_centred_norms(hf_config: HFConfig) -> bool:
+    """Whether norms of hidden states and heads multiply by 1 + weight."""
+    return _text(hf_config).get("model_type") in _ZERO_CENTRED
 
 
 def root_params(hf_config: HFConfig) -> int:
@@ -193,12 +218,27 @@ class Widths:
     mixed: int = 0
     single: int = 0
     norms_in_single: bool = False
+    absorbed: int = 0
+    """Queries and outputs that the heads' matrices went to."""
+    choice: int = 0
+    """Keys that its indexer chooses."""
+    shared_choice: int = 0
+    """Those of them that the next layer takes, too."""
 
 
-def layer_widths(hf_config: HFConfig) -> list[Widths]:
-    """Widths of each decoder layer, in order."""
+def layer_widths(hf_config: HFConfig, *, chosen: bool = False) -> list[Widths]:
+    """Widths of each decoder layer, in order; where indexers choose among the keys, if `chosen`."""
     text = _text(hf_config)
-    return [_widths(text, i) for i in range(text["num_hidden_layers"])]
+    widths = [_widths(text, i) for i in range(text["num_hidden_layers"])]
+    return [_over_chosen(text, i, whole) for i, whole in enumerate(widths)] if chosen else widths
+
+
+def _over_chosen(text: HFConfig, layer: int, whole: Widths) -> Widths:
+    """Those of a layer that reads latents rather than the keys and values that are made of them for every head."""
+    absorbed = text["num_attention_heads"] * (2 * text["kv_lora_rank"] + text["qk_rope_head_dim"])
+    choice = _chooses(text, layer) * text["index_topk"]
+    shared = layer + 1 < text["num_hidden_layers"] and not _chooses(text, layer + 1)
+    return replace(whole, key=0, value=0, absorbed=absorbed, choice=choice, shared_choice=shared * choice)
 
 
 def vocabulary(hf_config: HFConfig) -> int:
@@ -237,8 +277,17 @@ def _words(name: str) -> set[str]:
     return set(name.upper().replace("-", " ").split())
 
 
+def text_of(hf_config: HFConfig) -> HFConfig:
+    """The configuration of the text model."""
+    return hf_config.get("text_config") or hf_config
+
+
 def _text(hf_config: HFConfig) -> HFConfig:
-    return hf_config.get("text_config", hf_config)
+    """With the number of layers, which some configurations leave to a list of them."""
+    text = text_of(hf_config)
+    if "num_hidden_layers" in text or not text.get("layers_block_type"):
+        return text
+    return {**text, "num_hidden_layers": len(text["layers_block_type"])}
 
 
 def _layers(text: HFConfig) -> list[_Layer]:
@@ -257,7 +306,7 @@ def _layer(text: HFConfig, linear: bool, sparse: bool) -> _Layer:
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
     expert = _gated(text, width)
     always = mixer + _num_experts(text) * text["hidden_size"] + _shared_experts(text, width)
-    return _Layer(always, _num_experts(text) * expert, text["num_experts_per_tok"] * expert, vectors)
+    return _Layer(always, _num_experts(text) * expert, _experts_per_token(text) * expert, vectors)
 
 
 def _norms(text: HFConfig) -> int:
@@ -285,9 +334,12 @@ def _state(text: HFConfig) -> int:
 
 
 def _is_linear(text: HFConfig, layer: int) -> bool:
+    """Whether a layer has a gated delta rule."""
+    sized = bool(text.get("linear_num_value_heads"))
     if text.get("layer_types"):
-        return text["layer_types"][layer] == "linear_attention"
-    return "linear_num_value_heads" in text and (layer + 1) % text.get("full_attention_interval", 4) != 0
+        known = sized or text.get("model_type") in _GATED_QUERIES
+        return known and text["layer_types"][layer] == "linear_attention"
+    return sized and (layer + 1) % text.get("full_attention_interval", 4) != 0
 
 
 def _attention(text: HFConfig) -> tuple[int, int]:
@@ -322,10 +374,15 @@ def _latent_attention(text: HFConfig) -> tuple[int, int]:
 
 def _indexer(text: HFConfig, layer: int) -> tuple[int, int]:
     """Weights of the matrices, and of the norm, by which a layer chooses keys (DeepSeek-V3.2)."""
-    if not text.get("index_head_dim") or (text.get("indexer_types") or {layer: "full"})[layer] == "shared":
+    if not _chooses(text, layer):
         return 0, 0
     heads, dim = text["index_n_heads"], text["index_head_dim"]
     return text["q_lora_rank"] * heads * dim + text["hidden_size"] * (dim + heads), 2 * dim
+
+
+def _chooses(text: HFConfig, layer: int) -> bool:
+    """Whether a layer has an indexer, rather than none or that of a layer before it."""
+    return bool(text.get("index_head_dim")) and (text.get("indexer_types") or {layer: "full"})[layer] != "shared"
 
 
 def _shared_experts(text: HFConfig, width: int) -> int:
@@ -380,7 +437,7 @@ def _widths(text: HFConfig, layer: int) -> Widths:
         norms_vectors=kind in _VECTOR_NORMS,
         feed_forward=feed_forward,
         routed=routed,
-        norms_in_single=kind in _GATED_QUERIES,
+        norms_in_single=kind in _ZERO_CENTRED,
     )
 
 
@@ -411,12 +468,16 @@ def _feed_forward(text: HFConfig, layer: int) -> tuple[int, int]:
     """Channels of the gates of a token's experts, or of the dense MLP, and the number of routed experts."""
     if not _is_sparse(text, layer):
         return text["intermediate_size"], 0
-    width, routed = text.get("moe_intermediate_size") or text["intermediate_size"], text["num_experts_per_tok"]
+    width, routed = text.get("moe_intermediate_size") or text["intermediate_size"], _experts_per_token(text)
     return routed * width + _shared_experts(text, width) // (3 * text["hidden_size"]), routed
 
 
 def _num_experts(text: HFConfig) -> int:
     return text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0
+
+
+def _experts_per_token(text: HFConfig) -> int:
+    return text.get("num_experts_per_tok") or text["num_experts_per_token"]
 
 
 def _head_dim(text: HFConfig) -> int:

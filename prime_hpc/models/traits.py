@@ -1,6 +1,6 @@
 """What a model of transformers needs of those who run it, from its config.json alone. Importing this needs no torch."""
 
-from prime_hpc.models.spec import HFConfig
+from prime_hpc.models.spec import HFConfig, text_of
 
 STATEFUL = (
     "bamba", "falcon_h1", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "minimax",
@@ -26,11 +26,6 @@ ELSEWHERE = (
 
 TEXT_ALONE = ("qwen3_5", "qwen3_5_moe")
 """Image-text models of which transformers makes a text model that reads the same checkpoint."""
-
-
-def text_of(hf_config: HFConfig) -> HFConfig:
-    """The configuration of the text model."""
-    return hf_config.get("text_config") or hf_config
 
 
 def runs_one_by_one(hf_config: HFConfig) -> bool:

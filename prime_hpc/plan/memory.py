@@ -110,7 +110,7 @@ def _offloaded(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> Parts
         moments = MASTER * MOMENTS[config.optimizer.name] * trained_params(config, hf_config)
         parts["optimiser"] = moments / sharing_ranks(config)
     if trainer.activation_offload:
-        _, kept = kept_activations(config, hf_config, on_gpu=True)
+        _, kept = kept_activations(config, hf_config, row_tokens, on_gpu=True)
         parts["activations"] = row_tokens / trainer.parallel.cp * sum(kept)
     return parts
 
@@ -153,10 +153,24 @@ def cached_tokens(config: RunConfig, hf_config: HFConfig, cache_bytes: float, gp
     Heads are shared out over tensor parallel ranks, layers over pipeline stages, sequences over data-parallel ranks; a
     latent cache is the same on every tensor parallel rank.
     """
-    vllm = config.inference.vllm
-    width = 1 if str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8") else BYTES["bfloat16" if gpus else "float32"]
-    copies = int(vllm.get("tensor_parallel_size", 1)) if spec.layer_widths(hf_config)[0].latent else 1
-    return int(cache_bytes * max(gpus, 1) / copies / spec.kv_bytes_per_token(hf_config, width))
+    copies = int(config.inference.vllm.get("tensor_parallel_size", 1)) if _latent(hf_config) else 1
+    return int(cache_bytes * max(gpus, 1) / copies / _token_bytes(config, hf_config, gpus))
+
+
+def cached_sequences(config: RunConfig, hf_config: HFConfig, cache_bytes: float, gpus: int, length: float) -> int:
+    """Sequences of `length` tokens that fit there, with the states that they have however long they are."""
+    token = _token_bytes(config, hf_config, gpus)
+    states = spec.state_bytes(hf_config, BYTES["bfloat16" if gpus else "float32"])
+    return int(cached_tokens(config, hf_config, cache_bytes, gpus) / (length + states / token))
+
+
+def _token_bytes(config: RunConfig, hf_config: HFConfig, gpus: int) -> int:
+    fp8 = str(config.inference.vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
+    return spec.kv_bytes_per_token(hf_config, 1 if fp8 else BYTES["bfloat16" if gpus else "float32"])
+
+
+def _latent(hf_config: HFConfig) -> bool:
+    return bool(spec.layer_widths(hf_config)[0].latent)
 
 
 def other_memory(config: RunConfig) -> list[RoleMemory]:
@@ -175,4 +189,5 @@ def _written(config: RunConfig, hf_config: HFConfig) -> float:
 def _sequences(config: RunConfig, hf_config: HFConfig, cache_bytes: float, gpus: int) -> str:
     tokens = cached_tokens(config, hf_config, cache_bytes, gpus)
     length = int(config.inference.vllm.get("max_model_len", config.seq_len))
-    return f"{tokens:,} tokens of KV cache an engine: {tokens // length:,} sequences of {length:,}"
+    sequences = cached_sequences(config, hf_config, cache_bytes, gpus, length)
+    return f"{tokens:,} tokens of KV cache an engine: {sequences:,} sequences of {length:,}"

@@ -13,7 +13,7 @@ from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.models import activations, spec
 from prime_hpc.models.activations import NormKernel
 from prime_hpc.models.degrees import Degrees, choose_degrees
-from prime_hpc.models.families import choose_implementation
+from prime_hpc.models.families import choose_implementation, runs_eager, runs_one_by_one
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.workload import longest_row
 
@@ -35,8 +35,7 @@ def training_peak(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool, row_t
         row_tokens: tokens of the longest row; as many as a row may have when left out.
         rows: micro-batches of a step. From the second one on, gradients exist beside the activations.
     """
-    tokens = ceil((row_tokens or longest_row(config)) / config.trainer.parallel.cp)
-    step = _Step(config, hf_config, on_gpu, tokens, accumulates=rows > 1)
+    step = _Step(config, hf_config, on_gpu, row_tokens or longest_row(config), accumulates=rows > 1)
     return max(step.moments(), key=lambda parts: sum(parts.values()))
 
 
@@ -55,22 +54,46 @@ def sharing_ranks(config: RunConfig) -> int:
     return degrees.fsdp * degrees.tp
 
 
-def kept_activations(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> tuple[list[int], list[int]]:
-    """Bytes of each block for one token that its backward pass needs, and of these what is kept from the forward."""
+def kept_activations(config: RunConfig, hf_config: HFConfig, row_tokens: int, *,
+                     on_gpu: bool) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Bytes of each block for one token of a row that its backward pass needs, and of these what is kept from the
+    forward."""
     trainer, width = config.trainer, BYTES[config.trainer.dtype]
+    chosen = _chooses(config, hf_config, row_tokens)
     split, compiled = trainer.parallel.tp, trainer.compile
     packed = on_gpu and trainer.attn == "auto" and trainer.dtype == "bfloat16" and trainer.parallel.cp == 1
     joined = not packed and trainer.attn in ("auto", "sdpa")
     needed = activations.kept_bytes(hf_config, width, norm_kernel(config, hf_config, on_gpu=on_gpu), joined=joined,
-                                    split=split, compiled=compiled)  # fmt: skip
+                                    split=split, compiled=compiled, chosen=chosen)  # fmt: skip
+    scores = _score_bytes(config, hf_config, row_tokens)
+    needed = [whole + scores for whole in needed]
     kept = {
         "none": lambda: needed,
-        "selective": lambda: activations.product_bytes(hf_config, width, split=split, compiled=compiled),
-        "full": lambda: activations.input_bytes(hf_config, width),
+        "selective": lambda: [
+            products + scores
+            for products in activations.product_bytes(hf_config, width, split=split, compiled=compiled, chosen=chosen)
+        ],
+        "full": lambda: activations.input_bytes(hf_config, width, chosen=chosen),
     }
     anew = kept[trainer.activation_checkpointing]()
     return needed, [anew[i] if i % trainer.activation_checkpointing_every == 0 else whole
                     for i, whole in enumerate(needed)]  # fmt: skip
+
+
+def _chooses(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> bool:
+    """Whether a row may have a document that is longer than what indexers choose of it."""
+    top_k = spec.text_of(hf_config).get("index_topk") or 0
+    native = choose_implementation(config, hf_config) == "native"
+    return native and 0 < top_k < min(row_tokens, config.seq_len)
+
+
+def _score_bytes(config: RunConfig, hf_config: HFConfig, row_tokens: int) -> int:
+    """Of a layer for one token, where attention has a score of each pair: in the row, or in a document alone."""
+    if choose_implementation(config, hf_config) != "hf" or not runs_eager(config, hf_config):
+        return 0
+    seen = min(row_tokens, config.seq_len) if runs_one_by_one(config, hf_config) else row_tokens
+    heads, trainer = spec.divisions(hf_config).heads, config.trainer
+    return activations.score_bytes(heads, seen, BYTES[trainer.dtype], split=trainer.parallel.tp)
 
 
 def norm_kernel(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> NormKernel:
@@ -84,17 +107,17 @@ def norm_kernel(config: RunConfig, hf_config: HFConfig, *, on_gpu: bool) -> Norm
 
 @dataclass(frozen=True)
 class _Step:
-    """A rank's share of a step: `tokens` of a row; `accumulates`: gradients of an earlier row are there already."""
+    """A rank's share of a step: its `tokens` of a row; `accumulates`: gradients of an earlier row are there already."""
 
     config: RunConfig
     hf_config: HFConfig
     on_gpu: bool
-    tokens: int
+    row_tokens: int
     accumulates: bool
 
     def moments(self) -> Iterator[Parts]:
         """The begin of the backward pass in the LM head, each block's part of it, its end, and the optimiser's step."""
-        needed, kept = kept_activations(self.config, self.hf_config, on_gpu=self.on_gpu)
+        needed, kept = kept_activations(self.config, self.hf_config, self.row_tokens, on_gpu=self.on_gpu)
         yield self._moment(activations=self._before(len(kept), kept) + self.tokens * self._last, logits=self._head(),
                            gathered=self._gathered(len(kept)))  # fmt: skip
         widest = activations.backward_bytes(self.hf_config, self._width, split=self.config.trainer.parallel.tp,
@@ -158,6 +181,10 @@ class _Step:
     def _unreduced(self, parameters: float) -> float:
         """Gradients of `parameters` as the backward pass makes them, and the float32 copy that is reduced."""
         return (self._width + MASTER) * parameters * self._trained
+
+    @property
+    def tokens(self) -> int:
+        return ceil(self.row_tokens / self.config.trainer.parallel.cp)
 
     @property
     def _root_gradient(self) -> float:

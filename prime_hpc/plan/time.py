@@ -12,7 +12,7 @@ from prime_hpc.config.sizes import trainer_ranks
 from prime_hpc.models import spec
 from prime_hpc.models.spec import HFConfig
 from prime_hpc.plan.devices import Device
-from prime_hpc.plan.memory import cached_tokens, engine_memory, engine_weights
+from prime_hpc.plan.memory import cached_sequences, engine_memory, engine_weights
 from prime_hpc.plan.peak import kept_activations
 from prime_hpc.plan.workload import Workload, micro_batches, sequences
 
@@ -99,9 +99,9 @@ def train_seconds(config: RunConfig, hf_config: HFConfig, rollouts: int, workloa
     trainer, ranks, parameters = config.trainer, trainer_ranks(config), spec.param_count(hf_config)
     mode, anew = trainer.activation_checkpointing, RECOMPUTE / trainer.activation_checkpointing_every
     again = 1 + anew * (mode == "full")
-    flops = spec.train_flops(hf_config, [ceil(workload.tokens)]) * rollouts * again / ranks
+    flops = spec.train_flops(hf_config, [ceil(workload.tokens)], frozen=config.lora.on) * rollouts * again / ranks
     tokens, rows = rollouts * workload.tokens / ranks, micro_batches(config, rollouts, workload)
-    needed, _ = kept_activations(config, hf_config, on_gpu=True)
+    needed, _ = kept_activations(config, hf_config, ceil(workload.tokens), on_gpu=True)
     passes = (PASSES_COMPILED if trainer.compile else PASSES) * (1 + anew * (mode != "none"))
     moved = passes * tokens * sum(needed) + parameters * (ROW_BYTES * rows + STEP_BYTES / ranks)
     computing = flops / (device.flops * PRODUCTS) + moved / (device.bandwidth * BANDWIDTH_SHARE)
@@ -116,7 +116,7 @@ def sample_seconds(config: RunConfig, hf_config: HFConfig, workload: Workload, d
     """
     replicas, rollouts = config.inference.replicas, config.orchestrator.batch_size
     cache = engine_memory(config, hf_config, gpus=gpus, device=device).gpu["KV cache"]
-    fits = max(1, int(cached_tokens(config, hf_config, cache, gpus) / workload.tokens))
+    fits = max(1, cached_sequences(config, hf_config, cache, gpus, workload.tokens))
     running = min(ceil(config.orchestrator.inflight / replicas), fits)
     bytes_read = engine_weights(config, hf_config, gpus) * gpus
     bytes_read += running * (workload.prompt + workload.completion / 2) * spec.kv_bytes_per_token(hf_config, 2)

@@ -65,10 +65,10 @@ def document_attention(
         [1, n, heads, d] and no attention weights.
 
     Raises:
-        NotImplementedError: the model wants a soft cap, sinks, a window or a mask.
+        NotImplementedError: the model wants a soft cap, sinks or a mask.
     """
-    if attention_mask is not None or any(others.get(key) is not None for key in ("softcap", "s_aux", "sliding_window")):
-        raise NotImplementedError("attention with a soft cap, sinks, a window or a mask: set trainer.attn=eager")
+    if attention_mask is not None or any(others.get(key) is not None for key in ("softcap", "s_aux")):
+        raise NotImplementedError("attention with a soft cap, sinks or a mask: set trainer.attn=eager")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(query, key, value, scaling, sliding_window)[None], None
 

@@ -13,7 +13,7 @@ from prime_hpc.algorithms.packing import pack
 from prime_hpc.cluster.files import write_json
 from prime_hpc.cluster.role import Role
 from prime_hpc.config.run import RunConfig
-from prime_hpc.models.spec import param_count
+from prime_hpc.models.spec import param_count, zero_centred_norms
 from prime_hpc.trainer import distributed
 from prime_hpc.trainer.compilation import compilations
 from prime_hpc.trainer.distributed import World
@@ -78,12 +78,15 @@ def measure(config: RunConfig, world: World, say: Say, profiler: StepProfiler | 
 
 
 def initialise(policy: nn.Module, seed: int) -> None:
-    """Small random matrices, norms of one, and no biases: a shape without a checkpoint. Each shard has numbers of its
-    own, the same wherever a copy of it lies."""
+    """Small random matrices, norms that multiply by one, and no biases: a shape without a checkpoint. Each shard has
+    numbers of its own, the same wherever a copy of it lies."""
+    centred = zero_centred_norms(policy.config.to_dict())
     for name, tensor in policy.state_dict().items():
         local, place = local_part(tensor)
         if tensor.ndim == 1:
-            local.fill_(0.0 if name.endswith(("bias", "correction")) else 1.0)
+            # the norm within a delta rule is a plain one
+            adds_one = centred and name.endswith("norm.weight") and ".linear_attn." not in name
+            local.fill_(0.0 if adds_one or name.endswith(("bias", "correction")) else 1.0)
             continue
         shard = f"{seed} {name} {[part.start for part in place]}"
         generator = torch.Generator(local.device).manual_seed(zlib.crc32(shard.encode()))
@@ -142,7 +145,7 @@ def _facts(config: RunConfig, policy: PolicyModel, world: World) -> dict[str, An
         "model": config.model.shape.get("model_type") or config.model.path,
         "parameters": param_count(policy.config.to_dict()),
         "implementation": policy.impl,
-        "attention": policy.backend,
+        "attention": policy.kernels,
         "device": device,
         "ranks": world.size,
         "torch": torch.__version__,

@@ -15,12 +15,12 @@ from prime_hpc.config.run import RunConfig
 from prime_hpc.config.sections import ModelConfig
 from prime_hpc.config.trainer import TrainerConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
-from prime_hpc.models import families, traits, varlen
+from prime_hpc.models import families, spec, varlen
 from prime_hpc.models.attention import SDPA, choose_backend
 from prime_hpc.models.conversion import SAME
 from prime_hpc.models.lora import attach
 from prime_hpc.models.mapped import map_directory
-from prime_hpc.models.recurrence import choose_recurrence
+from prime_hpc.models.recurrence import TORCH, choose_recurrence
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.distributed import World
@@ -108,10 +108,9 @@ def _build_model(config: RunConfig, device: torch.device) -> PolicyModel:
     facts = hf_config.to_dict()
     if families.choose_implementation(config, facts) == "native":
         family, backend = families.load_family(hf_config.model_type), choose_backend(trainer.attn, device, dtype)
-        linear = choose_recurrence(trainer.linear_attn, device, dtype)
+        linear = choose_recurrence(trainer.linear_attn, device, dtype) if spec.linear_layers(facts) else TORCH
         return NativePolicy(family, hf_config, backend, linear, trainer.head_chunk_tokens)
-    eager = trainer.attn == "eager" or (trainer.attn == "auto" and bool(traits.needs_eager(facts)))
-    backend = "eager" if eager else choose_backend(trainer.attn, device, dtype)
+    backend = "eager" if families.runs_eager(config, facts) else choose_backend(trainer.attn, device, dtype)
     attn = attention.choose_implementation(backend, hf_config.get_text_config())
     if hf_config.model_type in families.SEEING:
         return _build_vision(config, hf_config, backend, attn)

@@ -16,8 +16,10 @@ from prime_hpc.config.optimizer import OptimizerConfig
 Part = Literal["matrix", "embedding", "router", "vector"]
 Groups = list[dict[str, Any]]
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
-ROUTERS = ("mlp.router.weight", "mlp.gate.weight")
-CONVOLUTION = "conv1d.weight"
+ROUTERS = ("mlp.router.weight", "mlp.router.gate.weight", "mlp.gate.weight")
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
+GATES = ("shared_experts.gate.weight", "shared_expert_gate.weight")
+"""Of one row."""
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration whose slope at zero is steepest (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon): singular values end between 0.7 and 1.2 rather than at 1, which does as well."""
@@ -29,7 +31,7 @@ RMS_OF_ADAMW = 0.2
 def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerConfig) -> list[Optimizer]:
     """Optimisers over the named parameters that train. Each group keeps its `peak_lr`, which a schedule scales.
 
-    Vectors (norms, biases and what convolves single channels) do not decay.
+    Vectors (norms, biases, what convolves single channels and the gate of a shared expert) do not decay.
     """
     parts: dict[Part, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in parameters:
@@ -55,7 +57,7 @@ def _group(part: Part, members: list[nn.Parameter], options: OptimizerConfig) ->
 
 
 def _part(name: str, parameter: Tensor) -> Part:
-    if parameter.ndim < 2 or name.endswith(CONVOLUTION):
+    if parameter.ndim < 2 or name.endswith((*CONVOLUTIONS, *GATES)):
         return "vector"
     if name.endswith(EMBEDDINGS):
         return "embedding"

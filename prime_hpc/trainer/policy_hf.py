@@ -36,6 +36,10 @@ class HFPolicy(PolicyModel):
         self.one_by_one = traits.runs_one_by_one(facts) or any(isinstance(m, nn.Conv1d) for m in self.blocks.modules())
         """Whether documents of a row run one after the other."""
 
+    @property
+    def kernels(self) -> str:
+        return self.backend if self._implementation == attention.DOCUMENTS else self._implementation
+
     def hidden_states(self, part: Part) -> Tensor:
         row = part.row
         if not self.one_by_one:

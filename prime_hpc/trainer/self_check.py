@@ -38,7 +38,7 @@ def check_scores(policy: PolicyModel, config: RunConfig, world: World, log: logg
     error = _agree((policy(row)[0] - _own_scores(policy, row))[row.scored].abs().mean())
     if not error <= ERROR[dtype]:
         expected = (f"a model whose scores are those of its own forward in transformers; those of {kind} are off by "
-                    f"{error:.2g} nats on average, with attention by {policy.backend}. Try trainer.attn=eager; "
+                    f"{error:.2g} nats on average, with attention by {policy.kernels}. Try trainer.attn=eager; "
                     "trainer.self_check=false trains all the same")  # fmt: skip
         raise ConfigurationError([ConfigProblem("model.path", config.model.path, expected)])
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from prime_hpc.cluster.files import read_json
 from prime_hpc.config.renderer import renderer_config, template_options
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import DATA, Conversation
+from prime_hpc.config.sft_rows import Conversation
 from prime_hpc.config.trainer import SFTConfig
 from prime_hpc.errors import ConfigProblem, ConfigurationError
 from prime_hpc.transport.arrays import Array
@@ -170,7 +170,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 def _refused(row: Conversation, by: str, error: Exception) -> ConfigurationError:
     expected = f"messages that the {by} takes ({type(error).__name__}: {error})"
-    return ConfigurationError([ConfigProblem(DATA, row.place, expected)])
+    return ConfigurationError([ConfigProblem(row.key, row.place, expected)])
 
 
 def _rewritten(what: str, row: Conversation) -> ConfigurationError:

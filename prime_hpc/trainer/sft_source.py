@@ -71,7 +71,7 @@ class SFTSource:
             self._role.mark_complete()
 
     def _summarize(self, step: int) -> None:
-        """Write what came of the whole run, of the attempts before this one too."""
+        """Write what came of the whole run, of the attempts before this one too; seconds are those of this one."""
         rows = read_metrics(self._role.paths.metrics).values()
 
         def series(name: str) -> list[float | None]:

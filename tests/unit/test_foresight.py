@@ -14,17 +14,18 @@ from prime_hpc.config import compose
 from prime_hpc.config.compose import compose_run
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import parse
-from prime_hpc.models import activations
-from prime_hpc.models.attention import open_attention
+from prime_hpc.models import activations, spec
 from prime_hpc.models.degrees import find_parallel_problems
 from prime_hpc.models.families import choose_implementation, load_family
 from prime_hpc.plan.build import Attempt, build_plan
 from prime_hpc.plan.devices import GIB, known_device
 from prime_hpc.plan.disk import disk_use
 from prime_hpc.plan.foresight import Foresight, foresee
-from prime_hpc.plan.memory import cached_tokens, engine_memory, trainer_memory
+from prime_hpc.plan.memory import cached_sequences, cached_tokens, engine_memory, trainer_memory
+from prime_hpc.plan.peak import kept_activations
 from prime_hpc.plan.time import Pace, estimate_pace, train_seconds
 from prime_hpc.plan.workload import Workload, guess, measured, micro_batches, sequences
+from prime_hpc.trainer.parallel.context import ContextParallel
 from tests.trainer_support import make_run
 
 DENSE_600M = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
@@ -157,6 +158,11 @@ KINDS = {
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
 }
 
+CHOOSING = {"num_hidden_layers": 3, "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64,
+            "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "index_topk": 128, "index_n_heads": 4,
+            "index_head_dim": 32, "indexer_types": ["full", "full", "shared"], "first_k_dense_replace": 3,
+            "n_routed_experts": 8, **EXPERTS}  # fmt: skip
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,6 +170,40 @@ def test_activations_are_what_autograd_keeps(kind: str, dtype: torch.dtype) -> N
     config = CONFIG_MAPPING[kind](**{**SIZES, **KINDS[kind]})
     [estimate] = activations.kept_bytes(config.to_dict(), dtype.itemsize, "composite", joined=True)
     assert kept_by_a_block(config, dtype, tokens=512) / 512 == pytest.approx(estimate, rel=0.04)
+
+
+def test_activations_over_chosen_keys_are_what_autograd_keeps() -> None:
+    config = CONFIG_MAPPING["glm_moe_dsa"](**{**SIZES, **CHOOSING})
+    needed = activations.kept_bytes(config.to_dict(), 4, "composite", joined=True, chosen=True)
+    assert kept_by_a_block(config, torch.float32, tokens=512) / 512 == pytest.approx(needed[0], rel=0.06)
+    anew = activations.input_bytes(config.to_dict(), 4, chosen=True)
+    assert [kept - 4 * 256 for kept in anew] == [0, 4 * 128, 0]  # the last layer takes what the second chose
+
+
+def test_attention_with_scores_needs_room_for_each_pair() -> None:
+    small = {**SIZES, "model_type": "qwen3"}
+    config = make_config("hf", attn="eager", dtype="bfloat16", micro_batch_tokens=1000)
+    packed, _ = kept_activations(config, small, 1000, on_gpu=True)
+    assert packed[0] - kept_activations(config, small, 500, on_gpu=True)[0][0] == 8 * 500 * (4 + 2)
+    plain = {**small, "model_type": "stablelm"}
+    auto = make_config("hf", attn="auto", micro_batch_tokens=1000)
+    assert (
+        kept_activations(auto, plain, 1000, on_gpu=True)[0][0] > kept_activations(auto, small, 1000, on_gpu=True)[0][0]
+    )
+
+
+def test_engines_keep_keys_of_indexers_and_states_of_delta_rules() -> None:
+    glm = LARGE["glm5_swe"]
+    assert spec.kv_bytes_per_token(glm, 2) == 78 * (2 * 576 + 132)
+    assert spec.kv_bytes_per_token({**glm, "indexer_types": ["full", "shared"] * 39}, 2) == 78 * 2 * 576 + 39 * 132
+    rules = {**SIZES, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_key_heads": 2,
+             "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 16,
+             "linear_conv_kernel_dim": 4}  # fmt: skip
+    states = 3 * (4 * 4 * 8 * 16 + 3 * (2 * 16 + 64) * 2)
+    assert spec.state_bytes(rules, 2) == states and spec.state_bytes(glm, 2) == 0
+    cache = 10.5 * (100 * spec.kv_bytes_per_token(rules, 2) + states)
+    assert cached_sequences(parse({}), rules, cache, 1, 100) == 10
+    assert cached_tokens(parse({}), rules, cache, 1) > 1000
 
 
 def kept_by_a_block(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -179,7 +219,9 @@ def kept_by_a_block(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -
         return tensor
 
     x = torch.randn(tokens, config.hidden_size, dtype=dtype, requires_grad=True)
-    attend = open_attention("sdpa", [tokens], torch.device("cpu"))
+    attend = ContextParallel().open_attention(
+        "sdpa", [tokens], torch.device("cpu"), getattr(config, "index_topk", None)
+    )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model.layers[0](x, model.model.rotaries[model.model.kinds[0]](torch.arange(tokens), dtype), attend)
     return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in mine)

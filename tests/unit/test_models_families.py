@@ -84,6 +84,8 @@ def test_what_native_models_alone_can_do_is_refused_on_others(tmp_path):
     assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay", "lora.targets"]
     config.lora.targets.remove("experts")
     assert [problem.key for problem in find_model_problems(config)] == ["trainer.router_replay"]
+    config.trainer.router_replay, config.trainer.linear_attn = False, "torch"
+    assert [problem.key for problem in find_model_problems(config)] == ["trainer.linear_attn"]
     config.model.impl = "auto"
     assert find_model_problems(config) == []
 

@@ -7,7 +7,7 @@ from prime_hpc.models import indexed, indexed_plain, spec
 from prime_hpc.models.indexed import IndexedAttention
 from prime_hpc.trainer.compilation import compile_block
 from prime_hpc.trainer.memory.checkpointing import checkpoint_block
-from tests.models_support import assert_near, load_native, open_row, save_model
+from tests.models_support import DSA, assert_near, load_native, open_row, save_model
 
 SEQ_LENS = [9, 2, 14, 1, 5]
 TOP_K = 4
@@ -77,6 +77,13 @@ def test_blocks_give_the_same_gradients_however_they_run(mode, compiled, tmp_pat
     for (name, expected), actual in zip(plain.named_parameters(), changed.parameters(), strict=True):
         if expected.requires_grad:
             assert_near(actual.grad, expected.grad, name)
+
+
+def test_only_a_choice_that_is_shared_is_remembered(tmp_path):
+    save_model("glm_moe_dsa", tmp_path)
+    model, row = load_native(tmp_path), open_row(SEQ_LENS, TOP_K)
+    model(torch.arange(sum(SEQ_LENS)), torch.cat([torch.arange(n) for n in SEQ_LENS]), row)
+    assert DSA["indexer_types"] == ["full", "shared", "full"] and list(row._kept) == [0]
 
 
 def test_documents_no_longer_than_the_choice_attend_to_everything():

@@ -177,6 +177,11 @@ def test_recomputed_and_compiled_blocks_give_the_same_gradients(tmp_path, world,
             assert_near(other[name], gradient, name)
 
 
+def test_kernels_are_chosen_where_there_is_something_to_compute_by_them(tmp_path, world):
+    save_model("qwen3", tmp_path)
+    assert load_policy(tmp_path, world, linear_attn="fla").kernels == "sdpa"
+
+
 def test_greedy_replies_of_a_padded_batch_equal_those_of_transformers(tmp_path, world):
     hf = save_model("qwen3_5_text", tmp_path)
     prompts = [np.array([3, 9, 4]), np.array([7, 1, 30, 22, 5, 11])]

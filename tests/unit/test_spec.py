@@ -6,6 +6,8 @@ import pytest
 
 from prime_hpc.models import spec
 from prime_hpc.models.families import load_family
+from tests import hf_models
+from tests.models_support import SHAPE
 
 BASE = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, head_dim=32)  # fmt: skip
@@ -19,6 +21,7 @@ DELTA = dict(linear_num_key_heads=2, linear_key_head_dim=16, linear_num_value_he
              layer_types=["linear_attention", "full_attention", "linear_attention"])  # fmt: skip
 MODELS = {
     "afmoe": dict(BASE, num_experts=4, num_shared_experts=2, num_dense_layers=1, attention_bias=True, **MOE),
+    "gemma": BASE,
     "gemma3_text": BASE,
     "gemma3_text, own head": dict(BASE, tie_word_embeddings=False),
     "llama": BASE,
@@ -160,6 +163,26 @@ def test_kv_cache():
     assert spec.kv_bytes_per_token(BASE, 2) == 3 * 2 * 2 * 32 * 2
     assert spec.kv_bytes_per_token(MLA, 2) == 3 * (16 + 8) * 2
     assert spec.kv_bytes_per_token({"text_config": BASE, "vision_config": {}}, 4) == 3 * 2 * 2 * 32 * 4
+
+
+ELSEWHERE = {
+    "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention", "mamba"]},
+    "kimi_linear": {},
+    "minimax": {},
+}
+"""Models of transformers with linear attention that is no gated delta rule."""
+
+
+@pytest.mark.parametrize("name", [*hf_models.MODELS, *ELSEWHERE])
+def test_whatever_transformers_runs_has_a_cost(name):
+    from transformers import AutoConfig
+
+    kind, others = hf_models.MODELS.get(name) or (name, ELSEWHERE[name])
+    config = AutoConfig.for_model(kind, **{**SHAPE, **others}).to_dict()
+    matrices = 2 * 3 * spec.active_params(config)
+    assert matrices / 4 < spec.train_flops(config, [1]) < 2 * matrices
+    assert spec.kv_bytes_per_token(config, 2) > 0 and len(spec.layer_widths(config)) == 3
+    assert spec.param_count({"model_type": kind, "text_config": config}) == spec.param_count(config)
 
 
 @pytest.mark.parametrize(

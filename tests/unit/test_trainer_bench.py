@@ -16,6 +16,7 @@ from prime_hpc.models.degrees import Degrees
 from prime_hpc.models.spec import train_flops
 from prime_hpc.trainer import bench
 from prime_hpc.trainer.distributed import World
+from prime_hpc.trainer.model import build_policy
 from prime_hpc.trainer.parallel.mesh import Mesh
 from tests.models_support import FAMILY_NAMES, load_native, save_model
 from tools.bench_trainer import planned_gib
@@ -61,6 +62,19 @@ def test_random_weights_train(impl, world):
     result = bench.measure(small_config("max_steps=2", "trainer.bench.warmup=1", f"model.impl={impl}"), world, print)
     assert result["implementation"] == impl
     assert result["tokens"] == 40
+
+
+@pytest.mark.parametrize("impl", ["native", "hf"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3", "qwen3_5_text"])
+def test_norms_multiply_by_one(kind, impl, world):
+    policy = build_policy(small_config(f"model.shape.model_type={kind}", f"model.impl={impl}"), world)
+    bench.initialise(policy, seed=0)
+    norms = {name: module for name, module in policy.named_modules() if name.endswith("norm")}
+    assert len(norms) > 4
+    centred = kind != "qwen3"
+    for name, norm in norms.items():
+        weight, plain = norm.weight.full_tensor(), not centred or ".linear_attn." in name
+        assert weight.eq(1.0 if plain else 0.0).all(), name
 
 
 def test_lengths_are_fixed_or_spread():

@@ -111,8 +111,16 @@ def test_tokens_see_what_their_windows_hold(name, impl, tmp_path, world):
     """In layers of both kinds, and where no list of kinds names them."""
     hf = save_native(name, tmp_path)
     policy, row = load_policy(tmp_path, world, impl), make_row(SEQ_LENS, temperature=1.0)
-    assert (policy.impl, policy.backend) == (impl, "sdpa")
+    assert (policy.impl, policy.kernels) == (impl, "sdpa")
     torch.testing.assert_close(policy(row)[0], reference_scores(hf, row)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("mistral", "sdpa"), ("qwen3", "varlen")])
+def test_the_kernels_that_are_named_are_those_that_run(name, kernels, tmp_path, world, monkeypatch):
+    """Windows are masked by transformers whatever was chosen."""
+    save_native(name, tmp_path)
+    monkeypatch.setattr("prime_hpc.trainer.model.choose_backend", lambda *args: "varlen")
+    assert load_policy(tmp_path, world, "hf").kernels == kernels
 
 
 @pytest.mark.parametrize("impl", ["native", "hf"])

@@ -114,10 +114,21 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     assert [shape for shape, _, _ in adamw] == [(4, 2), (3, 2), (2,)]
 
 
-def test_taps_of_single_channels_are_no_matrices():
-    taps = torch.nn.Parameter(torch.zeros(6, 1, 4))
-    [adamw] = build_optimizers([("linear_attn.conv1d.weight", taps)], Muon(lr=1.0))
+@pytest.mark.parametrize(("name", "shape"), [
+    ("linear_attn.conv1d.weight", (6, 1, 4)),
+    ("conv.conv.weight", (6, 1, 3)),
+    ("mlp.shared_experts.gate.weight", (1, 6)),
+    ("mlp.shared_expert_gate.weight", (1, 6)),
+])  # fmt: skip
+def test_taps_of_single_channels_and_single_gates_are_no_matrices(name, shape):
+    [adamw] = build_optimizers([(name, torch.nn.Parameter(torch.zeros(shape)))], Muon(lr=1.0))
     assert isinstance(adamw, torch.optim.AdamW) and adamw.param_groups[0]["weight_decay"] == 0
+
+
+def test_routers_are_known_under_every_name():
+    for name in ("mlp.router.weight", "mlp.router.gate.weight", "mlp.gate.weight"):
+        [adamw] = build_optimizers([(name, torch.nn.Parameter(torch.zeros(3, 6)))], Muon(lr=1.0, router_lr=0.5))
+        assert adamw.param_groups[0]["peak_lr"] == 0.5
 
 
 def test_sign_descent_moves_every_weight_by_the_rate():

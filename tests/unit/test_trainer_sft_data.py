@@ -17,7 +17,7 @@ from prime_hpc.config.checks import find_conflicts
 from prime_hpc.config.run import RunConfig
 from prime_hpc.config.schema import find_schema_problems, parse
 from prime_hpc.config.sections import ModelConfig
-from prime_hpc.config.sft_rows import DATA, Conversation, open_rows, parse_row
+from prime_hpc.config.sft_rows import DATA, VALIDATION_DATA, Conversation, open_rows, parse_row
 from prime_hpc.config.trainer import SFTConfig, SFTFile
 from prime_hpc.errors import ConfigurationError
 from prime_hpc.models.tiny import ASSISTANT, EOS, USER, make_char_tokenizer, write_char_tokenizer
@@ -257,9 +257,13 @@ def test_whatever_a_template_or_renderer_raises_names_the_row(tokenizer, monkeyp
     template = "{% for m in messages %}{{ m.content + 1 }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     monkeypatch.setattr("renderers.create_renderer", lambda *arguments: None)
-    for model, error in ((ModelConfig(), "TypeError"), (ModelConfig(renderer="qwen3"), "AttributeError")):
-        with pytest.raises(ConfigurationError, match=f"trainer.sft.data = 'rows.jsonl:7'.*{error}") as caught:
-            make_render(tokenizer, model, SFTConfig())(Conversation(TWO_TURNS, place="rows.jsonl:7"))
+    for key, model, error in (
+        (DATA, ModelConfig(), "TypeError"),
+        (VALIDATION_DATA, ModelConfig(renderer="qwen3"), "AttributeError"),
+    ):
+        row = parse_row({"messages": TWO_TURNS}, "rows.jsonl:7", key)
+        with pytest.raises(ConfigurationError, match=f"{key} = 'rows.jsonl:7'.*{error}") as caught:
+            make_render(tokenizer, model, SFTConfig())(row)
         assert not caught.value.restartable
 
 
