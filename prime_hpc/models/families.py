@@ -53,10 +53,8 @@ def load_family(model_type: str) -> Family:
 def find_obstacle(hf_config: HFConfig) -> str | None:
     """Why a model cannot run on an implementation of our own, or None if it can."""
     model_type = hf_config.get("model_type")
-    if model_type in traits.TEXT_ALONE:
-        return (
-            f"{model_type} has a vision tower (`python -m tools.text_model FOLDER --out TEXT` takes the text model out)"
-        )
+    if model_type in traits.TOWERED:
+        return f"{model_type} has a vision tower ({traits.TAKEN_OUT})"
     if model_type not in MODULES:
         return f"{model_type} is not among {', '.join(MODULES)}"
     if model_type not in WINDOWS and _slides(hf_config):
@@ -138,7 +136,10 @@ def no_tenants(adapters: Iterable[str]) -> ConfigProblem:
 def _of_transformers(config: RunConfig, hf_config: HFConfig) -> list[ConfigProblem]:
     """What a model of transformers cannot be trained with."""
     kind, problems, trainer = hf_config.get("model_type"), [], config.trainer
-    if "vision_config" in hf_config and kind not in (*SEEING, *traits.TEXT_ALONE):
+    if kind in traits.TOWERED:
+        expected = f"a text model, since {kind} has a vision tower: {traits.TAKEN_OUT}"
+        problems.append(ConfigProblem("model.path", config.model.path, expected))
+    elif "vision_config" in hf_config and kind not in SEEING:
         expected = f"a text model or one of type {', '.join(SEEING)}, as no other that sees is trained, such as {kind}"
         problems.append(ConfigProblem("model.path", config.model.path, expected))
     elif kind in traits.ELSEWHERE:

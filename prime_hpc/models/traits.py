@@ -24,8 +24,9 @@ ELSEWHERE = (
 )  # fmt: skip
 """Model types whose blocks are not `model.layers` in transformers."""
 
-TEXT_ALONE = ("qwen3_5", "qwen3_5_moe")
-"""Image-text models of which transformers makes a text model that reads the same checkpoint."""
+TOWERED = ("qwen3_5", "qwen3_5_moe")
+"""Image-text models whose text model trains once it is taken out."""
+TAKEN_OUT = "`python -m tools.text_model FOLDER --out TEXT` takes the text model out"
 
 
 def runs_one_by_one(hf_config: HFConfig) -> bool:

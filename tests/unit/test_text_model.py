@@ -64,12 +64,12 @@ def test_the_text_model_gives_the_logits_of_transformers(kind, stacked, tmp_path
     assert_near(model(tokens, positions, attend, recurrence=recurrence), hf(input_ids=tokens[None]).logits[0])
 
 
-def test_a_model_with_a_tower_does_not_run_natively_and_the_way_out_is_told(tmp_path):
+def test_a_model_with_a_tower_is_refused_with_the_way_out(tmp_path):
     save_composite("qwen3_5", tmp_path)
     config = RunConfig()
-    config.model.path, config.model.impl = str(tmp_path), "native"
+    config.model.path = str(tmp_path)
     [problem] = find_model_problems(config)
-    assert problem.key == "model.impl" and "`python -m tools.text_model FOLDER --out TEXT`" in problem.expected
+    assert problem.key == "model.path" and "`python -m tools.text_model FOLDER --out TEXT`" in problem.expected
 
 
 def test_other_models_are_refused(tmp_path, capsys):

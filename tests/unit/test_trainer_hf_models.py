@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from prime_hpc.config.run import RunConfig
@@ -25,7 +25,7 @@ from prime_hpc.trainer.probe import sample_replies
 from prime_hpc.trainer.row import PackedRow
 from prime_hpc.trainer.self_check import check_scores
 from tests.hf_models import MODELS, save_model
-from tests.models_support import SHAPE, greedy
+from tests.models_support import greedy
 
 SEQ_LENS = [5, 1, 9, 5, 12]
 LOG = logging.getLogger("test")
@@ -107,18 +107,6 @@ def test_experts_that_lie_fused_on_disk_are_published_so(tmp_path, world):
     published = publish(load_policy(tmp_path, world))
     assert published.keys() == hf.state_dict().keys()
     assert all(torch.equal(published[key], tensor) for key, tensor in hf.state_dict().items())
-
-
-def test_the_text_model_of_one_that_sees_is_published_in_the_names_of_the_whole(tmp_path, world):
-    text = {"model_type": "qwen3_5_text", **SHAPE, **MODELS["linear attention"][1]}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
-              "num_position_embeddings": 16, "patch_size": 4}  # fmt: skip
-    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    published = publish(load_policy(tmp_path, world))
-    stored = load_file(tmp_path / "model.safetensors")
-    assert published.keys() == {key for key in stored if not key.startswith("model.visual.")}
-    assert all(torch.equal(tensor, stored[key]) for key, tensor in published.items())
 
 
 def test_without_weights_the_layout_is_that_which_transformers_writes(tmp_path):
