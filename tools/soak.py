@@ -44,8 +44,11 @@ def start(out: Path, name: str, model: Path, steps: int) -> subprocess.Popen:
     return subprocess.Popen(command)
 
 
-def kill_at_random(run: Process, root: Path, steps: int, kills: int, rng: random.Random) -> Counter[str]:
-    """Kill `kills` times a process of the run, at steps drawn in advance; returns how often each one was.
+def kill_at_random(
+    run: Process, root: Path, steps: int, kills: int, rng: random.Random, pause_s: float = 2.0
+) -> Counter[str]:
+    """Kill `kills` times a process of the run, at steps drawn in advance and after pauses of up to `pause_s`; returns
+    how often each one was.
 
     Raises:
         RuntimeError: the run ended first.
@@ -53,7 +56,7 @@ def kill_at_random(run: Process, root: Path, steps: int, kills: int, rng: random
     due = sorted(rng.randrange(1, steps - 2) for _ in range(kills))
     killed: Counter[str] = Counter()
     while due:
-        time.sleep(rng.uniform(POLL_S, 2.0))
+        time.sleep(rng.uniform(POLL_S, pause_s))
         if (code := run.poll()) is not None:
             raise RuntimeError(f"the run ended with {code} after {killed.total()} of {kills} kills")
         if max(read_metrics(root / "metrics.jsonl"), default=0) < due[0]:
