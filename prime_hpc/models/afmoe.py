@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from prime_hpc.models.attention import Attend
-from prime_hpc.models.conversion import Conversion
+from prime_hpc.models.conversion import EXPERT_ROWS, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.layers import Attention, Block, Embedding, SandwichBlock, SwiGLU, window_of
 from prime_hpc.models.moe import MixtureOfExperts, Routing
@@ -65,9 +65,7 @@ FAMILY = Family(
         {
             "mlp.router.weight": "mlp.router.gate.weight",
             "mlp.router.score_correction": "mlp.expert_bias",
-            "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
-            "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
-            "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+            **EXPERT_ROWS,
         }
     ),
     build_embedding=build_embedding,

@@ -8,6 +8,8 @@ from torch import Tensor
 
 ENTRY = "{expert}"
 """Stands for the index along dimension 0 in the name of a Hugging Face tensor."""
+EXPERT_ROWS = {f"mlp.experts.{part}_proj": f"mlp.experts.{ENTRY}.{part}_proj.weight" for part in ("gate", "up", "down")}
+"""Rows of a `Conversion` for experts as most checkpoints name them."""
 
 
 @dataclass(frozen=True)

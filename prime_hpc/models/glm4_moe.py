@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Glm4MoeConfig
 
-from prime_hpc.models.conversion import Conversion
+from prime_hpc.models.conversion import EXPERT_ROWS, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.layers import Attention, Block, SwiGLU
 from prime_hpc.models.moe import MixtureOfExperts, Routing
@@ -44,14 +44,12 @@ def _build_experts(config: Any) -> nn.Module:
     return MixtureOfExperts(config.hidden_size, width, routing, shared)
 
 
-EXPERTS = Conversion(
+CONVERSION = Conversion(
     {
         "mlp.router.weight": "mlp.gate.weight",
         "mlp.router.score_correction": "mlp.gate.e_score_correction_bias",
-        "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
-        "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
-        "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+        **EXPERT_ROWS,
     }
 )
 
-FAMILY = Family(build_block, EXPERTS)
+FAMILY = Family(build_block, CONVERSION)

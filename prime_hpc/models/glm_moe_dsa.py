@@ -7,7 +7,7 @@ The layer for multi-token prediction that checkpoints add at the end is left out
 from transformers import GlmMoeDsaConfig
 
 from prime_hpc.models.family import Family
-from prime_hpc.models.glm4_moe import EXPERTS, build_mlp
+from prime_hpc.models.glm4_moe import CONVERSION, build_mlp
 from prime_hpc.models.latent import LatentAttention
 from prime_hpc.models.layers import Block
 
@@ -20,4 +20,4 @@ def build_block(config: GlmMoeDsaConfig, layer: int) -> Block:
     return Block(config.hidden_size, config.rms_norm_eps, attention, build_mlp(config, layer))
 
 
-FAMILY = Family(build_block, EXPERTS)
+FAMILY = Family(build_block, CONVERSION)

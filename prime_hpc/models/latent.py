@@ -41,6 +41,7 @@ class LatentAttention(nn.Module):
     Args:
         indexer: the layer whose indexer chooses; None for attention over all tokens. Its own in layer `layer`.
         shared: the next layer takes what this one's indexer chooses.
+        pairs: neighbouring channels are turned together, rather than those of the two halves.
     """
 
     def __init__(self, config: PreTrainedConfig, layer: int, *, indexer: int | None = None, shared: bool = False,
@@ -67,9 +68,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """[n, hidden] to [n, hidden]."""
-        origin = self.q_a_layernorm(self.q_a_proj(x)) if hasattr(self, "q_a_proj") else x
-        project = self.q_b_proj if hasattr(self, "q_b_proj") else self.q_proj
-        plain, turned = project(origin).unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
+        origin, query = self._queries(x)
+        plain, turned = query.unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
         latent, key = self.kv_a_proj_with_mqa(x).split([self.rank, self.sizes[1]], dim=-1)
         latent, turned = self.kv_a_layernorm(latent), self._rotate(turned, rotation)
         key = self._rotate(key[:, None], rotation)
@@ -79,6 +79,13 @@ class LatentAttention(nn.Module):
         else:
             output = self._attend_to_all(plain, turned, latent, key, attend)
         return self.o_proj(output.flatten(-2))
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries are made of, their latent where they have one, and the queries of all heads."""
+        if not hasattr(self, "q_a_proj"):
+            return x, self.q_proj(x)
+        latent = self.q_a_layernorm(self.q_a_proj(x))
+        return latent, self.q_b_proj(latent)
 
     def _choose(self, x: Tensor, origin: Tensor, rotation: Rotation, attend: IndexedAttention) -> Tensor:
         """A layer without an indexer takes what the one before it chose."""

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers import Qwen3_5MoeTextConfig
 
-from prime_hpc.models.conversion import Conversion
+from prime_hpc.models.conversion import EXPERT_ROWS, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.layers import Block, SwiGLU, ZeroCentredNorm
 from prime_hpc.models.moe import MixtureOfExperts, Routing
@@ -39,9 +39,7 @@ FAMILY = Family(
     Conversion(
         {
             "mlp.router.weight": "mlp.gate.weight",
-            "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
-            "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
-            "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+            **EXPERT_ROWS,
             "mlp.shared_experts.gate_proj.weight": "mlp.shared_expert.gate_proj.weight",
             "mlp.shared_experts.up_proj.weight": "mlp.shared_expert.up_proj.weight",
             "mlp.shared_experts.down_proj.weight": "mlp.shared_expert.down_proj.weight",

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import Qwen3MoeConfig
 
-from prime_hpc.models.conversion import Conversion
+from prime_hpc.models.conversion import EXPERT_ROWS, Conversion
 from prime_hpc.models.family import Family
 from prime_hpc.models.layers import Block, SwiGLU
 from prime_hpc.models.moe import MixtureOfExperts, Routing
@@ -32,9 +32,7 @@ FAMILY = Family(
     Conversion(
         {
             "mlp.router.weight": "mlp.gate.weight",
-            "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
-            "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
-            "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+            **EXPERT_ROWS,
         }
     ),
 )
