@@ -95,13 +95,14 @@ class _State:
 class Ending:
     """How the attempt ended. `failure` is what ended it; `words` say more, e.g. the end of that process's log.
 
-    `goes_on`: the run was drained not by a person but since its job has to end. `fenced`: the units lost the lease that
-    another job holds.
+    `by`: who had the run drained. `goes_on`: not a person did, but since its job has to end. `fenced`: the units lost
+    the lease that another job holds.
     """
 
     kind: str
     failure: Failure | None = None
     words: str = ""
+    by: str = ""
     goes_on: bool = False
 
     @property
@@ -187,7 +188,7 @@ class Supervisor:
             return None
         if not drained or not self._drain or self._config.evaluates_alone or self._step() >= self._config.max_steps:
             return Ending("complete")
-        return Ending("drained", words=self._drain.words, goes_on=self._drain.goes_on)
+        return Ending("drained", words=self._drain.words, by=self._drain.by, goes_on=self._drain.goes_on)
 
     def _obey(self, request: control.Request) -> Ending | None:
         """Drain the run, or start a unit again, which counts like a failure of it: what is asked for has to end too."""

@@ -24,7 +24,7 @@ def verdict(ending: Ending, paths: RunPaths, view: View) -> int:
             return 0
         case "drained":
             view.say(f"drained: saved and left, since {ending.words}; {how_to_resume(paths)}")
-            return 1 if ending.words.startswith(GUARD) else 0
+            return 1 if ending.by == GUARD else 0
         case "stopped":
             view.say(f"stopped: {ending.words}; {how_to_resume(paths)}")
             return EXIT_INTERRUPTED
